@@ -1,0 +1,192 @@
+"""Paged attention for ragged batches in plain PyTorch: the oracle, and the fallback where nothing faster is built.
+
+It is registered with transformers' `AttentionInterface`, so modelling code stays unchanged; keys and values live in
+tensors that hang on the attention module, in slots that the batch names. The result for a row depends on its own
+context alone, bit by bit: neighbours, chunking and placement cannot change the order of its additions.
+
+    rows of one sequence, by position      keys of the sequence, by position
+      0 1 2 3 | 4 5 6 7 | 8 .. 11            0 .. 63 | 64 .. 127 | 128 ..
+      query tile  tile     tile              key tile  key tile    key tile
+
+A row's place in its query tile is its position modulo QUERY_TILE, every matrix product has the fixed shape
+[QUERY_TILE * group, KEY_TILE], and the products of the key tiles are added from the first to the last. Keys behind a
+row, and the padding of a shorter sequence beside a longer one, add exact zeros at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .batch import Batch
+
+NAME = "tokenstream"
+QUERY_TILE = 4
+KEY_TILE = 64
+
+
+@dataclass(slots=True)
+class KVCache:
+    """Keys and values of one layer: each [slots + 2, kv_heads, head_dim].
+
+    The last two slots are no request's: `zero_slot` is never written and pads a context to whole key tiles,
+    `scratch_slot` takes what the scratch row writes.
+    """
+
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+        """Allocate for `slots` tokens; the memory is touched only when it is written."""
+        shape = (slots + 2, kv_heads, head_dim)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    @property
+    def zero_slot(self) -> int:
+        """The slot that always holds zeros."""
+        return self.key.shape[0] - 2
+
+    @property
+    def scratch_slot(self) -> int:
+        """The slot that the scratch row writes."""
+        return self.key.shape[0] - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TileGroup:
+    """Query tiles that are computed together: one tile each of several sequences, or several tiles of one.
+
+    rows: int64 [r], flat batch rows of the group's queries. places: int64 [r], tile * QUERY_TILE + place in the tile.
+    context: int64 [sequences, keys], slots of every key, padded to whole key tiles with the zero slot.
+    positions: int64 [tiles, QUERY_TILE], the position of each place in its sequence.
+    """
+
+    rows: Tensor
+    places: Tensor
+    context: Tensor
+    positions: Tensor
+
+    @property
+    def tiles(self) -> int:
+        """Query tiles in the group."""
+        return self.positions.shape[0]
+
+
+def tile_positions(starts: list[int], device: torch.device) -> Tensor:
+    """Positions [tiles, QUERY_TILE] of tiles that begin at `starts` (multiples of QUERY_TILE)."""
+    return torch.tensor(starts, dtype=torch.int64, device=device)[:, None] + torch.arange(QUERY_TILE, device=device)
+
+
+def register() -> None:
+    """Make the function below selectable as attn_implementation=NAME."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Write the new keys and values, then attend over each row's context.
+
+    query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows, head_dim]; `batch` (a Batch) comes through the
+    model's forward. sliding_window: keys visible to a row, itself included. softcap: tanh bound of the scores.
+    s_aux: [heads], attention sinks. Returns [1, rows, heads, head_dim] in the query's dtype.
+    """
+    batch: Batch = kwargs["batch"]
+    cache = cast(KVCache, module.kv_cache)
+    rows = query.shape[2]
+    cache.key[batch.slot_mapping] = key[0].transpose(0, 1)
+    cache.value[batch.slot_mapping] = value[0].transpose(0, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q = query[0].transpose(0, 1).float() * scale
+    out = torch.zeros_like(q)
+    for group in batch.tile_groups:
+        out[group.rows] = _attend(q[group.rows], cache, group, sliding_window, softcap, s_aux)
+    return out.to(query.dtype).view(1, rows, -1, query.shape[-1]), None
+
+
+def _attend(
+    q: Tensor, cache: KVCache, group: TileGroup, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention of one group. q: float32 [r, heads, head_dim], scaled. Returns the same shape."""
+    _, heads, dim = q.shape
+    kv_heads = cache.key.shape[1]
+    share = heads // kv_heads  # query heads per key head
+    padded = q.new_zeros(group.tiles * QUERY_TILE, heads, dim)
+    padded[group.places] = q
+    tiles = padded.view(group.tiles, QUERY_TILE, kv_heads, share, dim).permute(2, 0, 1, 3, 4)
+    tiles = tiles.reshape(kv_heads, group.tiles, QUERY_TILE * share, dim)
+    keys = cache.key[group.context].permute(2, 0, 1, 3).float()  # [kv_heads, sequences, keys, dim]
+    values = cache.value[group.context].permute(2, 0, 1, 3).float()
+
+    scores = torch.cat([_product(tiles, k.transpose(-1, -2)) for k in _key_tiles(keys, 2)], dim=-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    by_row = scores.view(kv_heads, group.tiles, QUERY_TILE, share, -1)
+    by_row.masked_fill_(~_visible(group, window)[None, :, :, None, :], float("-inf"))
+    out = _weighted_sum(scores, values, _sink_scores(sinks, kv_heads, share, group.tiles))
+    out = out.view(kv_heads, group.tiles, QUERY_TILE, share, dim).permute(1, 2, 0, 3, 4)
+    return out.reshape(group.tiles * QUERY_TILE, heads, dim)[group.places]
+
+
+def _weighted_sum(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [kv_heads, tiles, m, keys] over keys, times values [kv_heads, sequences, keys, dim].
+
+    A sink [kv_heads, 1, m, 1] takes weight and gives no value.
+    """
+    peak = scores.amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    weights = torch.exp(scores - peak)
+    total = torch.zeros_like(peak) if sinks is None else torch.exp(sinks - peak)
+    out = scores.new_zeros(*scores.shape[:3], values.shape[-1])
+    for w, v in zip(_key_tiles(weights, 3), _key_tiles(values, 2), strict=True):
+        total = total + w.sum(dim=-1, keepdim=True)
+        out += _product(w, v)
+    return out / total
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [kv_heads, tiles, m, k] times b [kv_heads, tiles or 1, k, n], each product in the same fixed shape."""
+    if b.shape[1] == a.shape[1]:
+        flat = torch.bmm(a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:]))
+        return flat.view(*a.shape[:3], b.shape[-1])
+    # All tiles share one sequence: a stride of 0 over the tiles, where a broadcast would copy b for each.
+    return torch.stack([torch.bmm(x, y.expand(a.shape[1], -1, -1)) for x, y in zip(a, b, strict=True)])
+
+
+def _key_tiles(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """Views of `x`, KEY_TILE long in `dim`."""
+    return x.view(*x.shape[:dim], -1, KEY_TILE, *x.shape[dim + 1 :]).unbind(dim)
+
+
+def _visible(group: TileGroup, window: int | None) -> Tensor:
+    """Which keys each place may see: bool [tiles, QUERY_TILE, keys]."""
+    at = group.positions[:, :, None]
+    keys = torch.arange(group.context.shape[1], device=group.context.device)
+    visible = keys <= at
+    if window is not None:
+        visible &= keys > at - window
+    return visible
+
+
+def _sink_scores(sinks: Tensor | None, kv_heads: int, share: int, tiles: int) -> Tensor | None:
+    if sinks is None:
+        return None
+    per_row = sinks.float().view(kv_heads, 1, 1, share).expand(-1, tiles, QUERY_TILE, -1)
+    return per_row.reshape(kv_heads, tiles, QUERY_TILE * share, 1)

@@ -1,0 +1,411 @@
+"""The engine: requests in, deltas out, one thread that turns the crank.
+
+    take submissions and cancellations -> plan -> launch -> collect -> text -> deltas
+
+Callers on any thread submit and cancel; everything about a live request happens on the engine thread. Every accepted
+request ends with exactly one terminal delta, whatever fails. It does not know what carries a delta to its reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from . import loading
+from .blocks import BlockPool
+from .config import EngineConfig
+from .loading import LoadedModel
+from .metrics import Metrics
+from .prompts import PromptEncoder
+from .request import (
+    Code,
+    Delta,
+    Emit,
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+    Status,
+    Timings,
+    check_token_ids,
+)
+from .runner import Drawn, InFlight, Runner
+from .scheduler import Scheduler
+from .text import TextStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    pass
+
+
+class Engine:
+    """Serves one model. Loading happens in the constructor, which raises ConfigError with the cure.
+
+    `loaded` takes the place of loading from `config.model` (tests, or a model made in memory).
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+        self._runner = Runner(loaded or loading.load(config))
+        self._runner.prepare()
+        self._loaded = self._runner.loaded
+        self.config = self._loaded.config
+        self.prompts = PromptEncoder(self._loaded.tokenizer, self.config.max_context, self._loaded.vocab_size)
+        self.metrics = Metrics()
+        self.heartbeat = time.monotonic()  # when the engine thread last finished a turn
+        self._pool = BlockPool(
+            self.config.kv_tokens // self.config.block_size,
+            self.config.block_size,
+            prefix_cache=self.config.prefix_cache,
+            identity=self._loaded.digest,
+        )
+        self._scheduler = Scheduler(
+            self._pool, max_sequences=self.config.max_sequences, max_step_tokens=self.config.max_step_tokens
+        )
+        self._live: dict[str, Request] = {}  # every submitted request that has not ended
+        self._backlog = False  # the last plan left somebody waiting
+        self._room = threading.Condition()
+        self._closed = False
+        self._inbox: SimpleQueue[Request | _Cancel | _Close] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # --- any thread -------------------------------------------------------------------------------------------------
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """Sampling values for what a request leaves out: the model's generation_config, else OpenAI's."""
+        return self._loaded.defaults
+
+    def submit(self, request: Request, emit: Emit) -> None:
+        """Accept a request; `emit` gets lists of its deltas on the engine thread, the last one terminal.
+
+        Raises RequestError, and emits nothing, if it is refused: an id outside the vocabulary, a prompt that cannot
+        fit, a fingerprint that differs, an engine that is closed.
+        """
+        request.emit = emit
+        try:
+            ended = self._admit_checked(request)
+        except RequestError:
+            self.metrics.rejected += 1
+            raise
+        if ended is not None:
+            emit([self._delta(request, "", (), finish_reason=ended)])
+            return
+        with self._room:
+            if self._closed:
+                raise RequestError("the engine is closed", Code.UNAVAILABLE)
+            if request.id in self._live:
+                raise RequestError(f"request id {request.id!r} is already in use")
+            self._live[request.id] = request
+        self._inbox.put(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request within one step with CANCELLED; nothing happens if it is unknown or has ended."""
+        self._inbox.put(_Cancel(request_id))
+
+    def wait_for_room(self, timeout: float) -> bool:
+        """Block until one more request would find a seat at once, or `timeout` seconds; return whether it would."""
+        with self._room:
+            return self._room.wait_for(self._has_room, timeout)
+
+    def stalled(self, limit: float) -> bool:
+        """Whether the engine has had work and not finished a step for `limit` seconds."""
+        return bool(self._live) and time.monotonic() - self.heartbeat > limit
+
+    def info(self) -> dict[str, Any]:
+        """What a client may want to know before it sends anything."""
+        import torch
+        import transformers
+
+        config = self.config
+        return {
+            "model": config.model,
+            "device": str(self._loaded.device),
+            "dtype": config.dtype,
+            "exact": self._loaded.exact,
+            "digest": self._loaded.digest,
+            "vocab_size": self._loaded.vocab_size,
+            "max_context": config.max_context,
+            "max_sequences": config.max_sequences,
+            "max_step_tokens": config.max_step_tokens,
+            "block_size": config.block_size,
+            "kv_tokens": config.kv_tokens,
+            "threads": config.threads,
+            "chat": bool(self._loaded.tokenizer.chat_template),
+            "eos_token_ids": list(self._loaded.eos_token_ids),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+
+    def close(self, timeout: float = 30.0) -> None:
+        """End all live requests with UNAVAILABLE and the thread with them. Again: no effect."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+        self._inbox.put(_Close())
+        self._thread.join(timeout)
+
+    def _has_room(self) -> bool:
+        return self._closed or (len(self._live) < self.config.max_sequences and not self._backlog)
+
+    def _admit_checked(self, request: Request) -> FinishReason | None:
+        """Check a request and fill in the engine's fields; return a reason if its resumed answer has ended already."""
+        loaded, limit = self._loaded, self.config.max_context
+        check_token_ids("input_ids", request.prompt_ids, loaded.vocab_size)
+        check_token_ids("resume_token_ids", request.resume_token_ids, loaded.vocab_size)
+        request.params.check_vocabulary(loaded.vocab_size)
+        prompt, resumed = len(request.prompt_ids), len(request.resume_token_ids)
+        if not prompt:
+            raise RequestError("the prompt is empty; send at least one token")
+        if prompt >= limit:
+            raise RequestError(
+                f"the prompt has {prompt} tokens; at most {limit - 1} fit, for the context is {limit} with the answer"
+            )
+        request.max_total = min(limit, prompt + (request.params.max_tokens or limit))
+        if prompt + resumed > request.max_total:
+            raise RequestError(
+                f"resume_token_ids holds {resumed} tokens; at most {request.max_total - prompt} fit behind the prompt"
+            )
+        request.fingerprint = _fingerprint(loaded.digest, request.prompt_ids)
+        if request.resume_fingerprint not in (None, request.fingerprint):
+            raise RequestError(
+                f"resume_mismatch: this server's answer has fingerprint {request.fingerprint}, "
+                f"got {request.resume_fingerprint}"
+            )
+        request.seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
+        request.prompt_len = prompt
+        request.tokens = [*request.prompt_ids, *request.resume_token_ids]
+        request.text = TextStream(loaded.tokenizer, request.prompt_ids, request.params)
+        return self._replay(request)
+
+    def _replay(self, request: Request) -> FinishReason | None:
+        """Bring the text state to where the resumed tokens left it."""
+        for token in request.resume_token_ids:
+            ends = self._ends(request.params, token)
+            request.text.push(token, is_end=ends)
+            request.emitted += 1
+            if ends or request.text.stopped:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if len(request.tokens) >= request.max_total else None
+
+    # --- the engine thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        in_flight: InFlight | None = None
+        while self._take_inbox(wait=not self._scheduler.has_work and in_flight is None):
+            started = time.monotonic()
+            planned: InFlight | None = None
+            try:
+                self._end_overdue(started)
+                if in_flight is not None and self._must_see(in_flight):
+                    self._deliver(in_flight)
+                    in_flight = None
+                planned = self._launch()
+                if in_flight is not None:
+                    self._deliver(in_flight)
+                in_flight = planned
+                if in_flight is not None and not self._runner.asynchronous:
+                    self._deliver(in_flight)
+                    in_flight = None
+            except Exception as error:  # a step's failure ends its requests, never the engine
+                log.exception("a step failed")
+                self._fail(error, in_flight, planned)
+                in_flight = None
+            self._end_turn(started)
+        for request in list(self._live.values()):
+            self._end(request, RequestError("the engine was closed", Code.UNAVAILABLE))
+
+    def _take_inbox(self, *, wait: bool) -> bool:
+        """Handle all messages, waiting for the first one if idle; False once the engine is closed."""
+        try:
+            while True:
+                message = self._inbox.get(block=wait)
+                wait = False
+                match message:
+                    case _Close():
+                        return False
+                    case _Cancel():
+                        if request := self._live.get(message.request_id):
+                            self.metrics.cancelled += 1
+                            self._end(request, RequestError("the request was cancelled", Code.CANCELLED))
+                    case Request():
+                        self._scheduler.add(message)
+                        self.metrics.prompt_tokens += message.prompt_len
+        except Empty:
+            return True
+
+    def _end_overdue(self, now: float) -> None:
+        limit = self.config.max_request_seconds
+        for request in [r for r in self._live.values() if now - r.arrived_at > limit]:
+            self.metrics.expired += 1
+            message = f"the request ran longer than max_request_seconds ({limit:g})"
+            self._end(request, RequestError(message, Code.CANCELLED))
+
+    def _must_see(self, step: InFlight) -> bool:
+        """Whether the next plan needs this step's tokens on the host: a stop string may have ended a request."""
+        return any(chunk.samples and chunk.request.params.stop for chunk in step.plan.chunks)
+
+    def _launch(self) -> InFlight | None:
+        plan = self._scheduler.plan()
+        self._backlog = bool(self._scheduler.waiting)
+        self.metrics.preemptions += len(plan.preempted)
+        for request in plan.admitted:
+            self.metrics.prefix_hit_tokens += request.computed
+            self._runner.admit(request, self.prompts.bad_words(request.params.bad_words))
+        if not plan.chunks:
+            return None
+        self.metrics.steps += 1
+        self.metrics.rows_per_step.observe(sum(chunk.count for chunk in plan.chunks))
+        return self._runner.launch(plan)
+
+    def _deliver(self, step: InFlight) -> None:
+        """Wait for a step, append its tokens, end what has ended, and hand out the deltas, one list per reader."""
+        drawn = iter(self._runner.collect(step))
+        outbox: dict[Emit, list[Delta]] = {}
+        for chunk in step.plan.chunks:
+            request, draw = chunk.request, next(drawn) if chunk.samples else None
+            if request.status is Status.FINISHED:
+                continue
+            if draw is not None and not draw.sound:
+                self.metrics.failed += 1
+                self._pool.forget(request.blocks)
+                self._end(request, RequestError("the model computed NaN for this request", Code.INTERNAL))
+                continue
+            self._scheduler.confirm(chunk)
+            if draw is not None:
+                outbox.setdefault(request.emit, []).append(self._advance(request, draw))
+        for emit, deltas in outbox.items():
+            emit(deltas)
+
+    def _advance(self, request: Request, drawn: Drawn) -> Delta:
+        """Append a drawn token and return its delta, terminal if the answer ends with it."""
+        now = time.monotonic()
+        request.tokens.append(drawn.token)
+        request.in_flight -= 1
+        first = request.first_token_at == 0.0
+        if first:
+            request.first_token_at = now
+            self.metrics.time_to_first_token_seconds.observe(now - request.arrived_at)
+        else:
+            self.metrics.inter_token_latency_seconds.observe(now - request.last_token_at)
+        request.last_token_at = now
+        self.metrics.generation_tokens += 1
+        ends = self._ends(request.params, drawn.token)
+        text = request.text.push(drawn.token, is_end=ends)
+        reason = None
+        if ends or request.text.stopped:
+            reason = FinishReason.STOP
+        elif len(request.tokens) >= request.max_total:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            text += request.text.flush()
+        delta = self._delta(request, text, (drawn.token,), drawn=drawn, finish_reason=reason, first=first)
+        request.emitted += 1
+        if reason is not None:
+            self._count_finished(request, reason, now)
+            self._forget(request)
+        return delta
+
+    def _count_finished(self, request: Request, reason: FinishReason, now: float) -> None:
+        metrics = self.metrics
+        if reason is FinishReason.STOP:
+            metrics.stopped += 1
+        else:
+            metrics.limited += 1
+        metrics.queue_seconds.observe(request.admitted_at - request.arrived_at)
+        metrics.prefill_seconds.observe(request.first_token_at - request.admitted_at)
+        metrics.e2e_request_latency_seconds.observe(now - request.arrived_at)
+
+    def _delta(
+        self,
+        request: Request,
+        text: str,
+        tokens: tuple[int, ...],
+        *,
+        drawn: Drawn | None = None,
+        finish_reason: FinishReason | None = None,
+        first: bool = True,
+    ) -> Delta:
+        return Delta(
+            request_id=request.id,
+            index=request.emitted,
+            token_ids=tokens,
+            text=text,
+            num_input_tokens=request.prompt_len,
+            logprobs=() if drawn is None or drawn.logprob is None else (drawn.logprob,),
+            finish_reason=finish_reason,
+            fingerprint=request.fingerprint if first else None,
+            seed=request.seed if first else None,
+            timings=None if finish_reason is None else self._timings(request),
+        )
+
+    def _timings(self, request: Request) -> Timings:
+        now = time.monotonic()
+        first = request.first_token_at or now
+        admitted = request.admitted_at or first
+        return Timings(
+            queue=admitted - request.arrived_at,
+            prefill=first - admitted,
+            first_token=first - request.arrived_at,
+            decode=now - first,
+            cached_tokens=request.cached_tokens,
+            preemptions=request.preemptions,
+            exact=self._loaded.exact,
+        )
+
+    def _end(self, request: Request, error: RequestError) -> None:
+        """End a live request with an error delta."""
+        self._forget(request)
+        delta = self._delta(request, "", (), first=False)
+        request.emit([replace(delta, error=error, timings=self._timings(request))])
+
+    def _forget(self, request: Request) -> None:
+        """Free what a request holds; it is no longer live."""
+        if request.turn:
+            self._scheduler.finish(request)
+        request.status = Status.FINISHED
+        with self._room:
+            del self._live[request.id]
+            self._room.notify_all()
+
+    def _fail(self, error: Exception, *steps: InFlight | None) -> None:
+        """End the requests whose step failed: those of the launched steps, and whoever holds a seat."""
+        told = (str(error).strip().splitlines() or [""])[0]
+        reason = RequestError(f"the step failed: {type(error).__name__}: {told}"[:300], Code.INTERNAL)
+        launched = [chunk.request for step in steps if step is not None for chunk in step.plan.chunks]
+        for request in dict.fromkeys([*launched, *self._scheduler.running]):
+            if request.status is not Status.FINISHED:
+                self.metrics.failed += 1
+                self._end(request, reason)
+
+    def _end_turn(self, started: float) -> None:
+        now = time.monotonic()
+        self.heartbeat = now
+        metrics = self.metrics
+        metrics.step_seconds.observe(now - started)
+        metrics.running, metrics.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        metrics.kv_usage = 1.0 - self._pool.free / self._pool.blocks
+        with self._room:
+            self._room.notify_all()
+
+    def _ends(self, params: SamplingParams, token: int) -> bool:
+        return token in params.stop_token_ids or (not params.ignore_eos and token in self._loaded.eos_token_ids)
+
+
+def _fingerprint(digest: str, prompt_ids: Sequence[int]) -> str:
+    return hashlib.blake2b(digest.encode() + array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()

@@ -1,0 +1,57 @@
+"""What the engine counts: plain numbers, written by the engine thread alone and read by whoever exports them.
+
+A reader may see a step half-counted, never a torn number. This module does not know how or where they are shown.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
+ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of observations at most each bound; the last count is of those above all bounds."""
+
+    bounds: tuple[float, ...] = SECONDS
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Start every count at zero."""
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Counters since the start, gauges of the last step, histograms in seconds (rows_per_step in rows)."""
+
+    stopped: int = 0
+    limited: int = 0
+    cancelled: int = 0
+    rejected: int = 0
+    failed: int = 0
+    expired: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    steps: int = 0
+    step_seconds: Histogram = field(default_factory=Histogram)
+    rows_per_step: Histogram = field(default_factory=lambda: Histogram(ROWS))
+    queue_seconds: Histogram = field(default_factory=Histogram)
+    prefill_seconds: Histogram = field(default_factory=Histogram)
+    time_to_first_token_seconds: Histogram = field(default_factory=Histogram)
+    inter_token_latency_seconds: Histogram = field(default_factory=Histogram)
+    e2e_request_latency_seconds: Histogram = field(default_factory=Histogram)

@@ -1,0 +1,98 @@
+"""From a client's text or chat messages to prompt token ids, and back for `detokenize`.
+
+Whatever a client can get wrong is a RequestError naming the field. It does not know limits of the engine's pool.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, cast
+
+from .request import RequestError, check_token_ids
+
+
+class PromptEncoder:
+    """Encodes for one tokenizer. `max_context` is in tokens; `vocab_size` bounds token ids."""
+
+    def __init__(self, tokenizer: Any, max_context: int, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_context = max_context
+        self._vocab_size = vocab_size
+        longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+        self._max_bytes = longest * max_context  # a longer text cannot fit, and need not be tokenized to know it
+
+    def text(self, field: str, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokenizer's own special tokens where `special`."""
+        if not text:
+            raise RequestError(f"{field} is empty; send at least one character")
+        if len(text) > self._max_bytes:
+            raise RequestError(f"{field} has {len(text)} characters, more than {self._max_context} tokens can hold")
+        return cast(list[int], self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def messages(self, field: str, payload: str, template_time: str | None = None) -> list[int]:
+        """Token ids of a chat (JSON array of {role, content}) through the model's chat template."""
+        if not self._tokenizer.chat_template:
+            raise RequestError(f"{field}: this model has no chat template; send text_input instead")
+        messages = _parse_messages(field, payload)
+        now = _parse_time(template_time)
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, strftime_now=now.strftime
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RequestError(f"{field}: the model's chat template refuses these messages: {reason}") from None
+        return self.text(field, text, special=False)
+
+    def decode(self, field: str, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens skipped."""
+        check_token_ids(field, ids, self._vocab_size)
+        return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that would write one of `words`, at the start of a text and behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                if ids := tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]):
+                    found[ids] = None
+        return tuple(found)
+
+
+def _parse_messages(field: str, payload: str) -> list[dict[str, Any]]:
+    try:
+        messages = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{field} is not valid JSON: {error}") from None
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f"{field} must be a JSON array with at least one message")
+    return [_parse_message(f"{field}[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _parse_message(field: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f'{field} must be an object like {{"role": "user", "content": "..."}}')
+    content = message.get("content")
+    if isinstance(content, list):  # OpenAI's parts
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise RequestError(f'{field}.content may hold only parts of type "text"')
+        content = "".join(cast(list[str], parts))
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise RequestError(f"{field}.content must be a string")
+    return {**message, "content": content}
+
+
+def _parse_time(text: str | None) -> datetime:
+    if text is None:
+        return datetime.now().astimezone()
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise RequestError(f"template_time must be an ISO 8601 time, got {text!r}") from None

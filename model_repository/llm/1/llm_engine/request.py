@@ -1,0 +1,345 @@
+"""What the engine is asked for and what leaves it: sampling parameters, requests, deltas and errors.
+
+Values are checked once, where they enter; everything behind this module trusts them.
+It does not know how a token is computed, nor what carries a delta to its reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .text import TextStream
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+
+
+class Code(StrEnum):
+    """Why a request ended without `stop` or `length`; the names are Triton's status codes."""
+
+    INVALID_ARG = "INVALID_ARG"
+    UNAVAILABLE = "UNAVAILABLE"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class RequestError(Exception):
+    """A request was refused or ended early. `message` is one line for the client, without a traceback."""
+
+    def __init__(self, message: str, code: Code = Code.INVALID_ARG) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+
+class FinishReason(StrEnum):
+    """The two ways an answer ends well: by itself (`stop`) or at a limit (`length`)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Status(Enum):
+    """Where a request is. A preempted request is WAITING again, with more tokens than its prompt."""
+
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when the answer ends. Field names are vLLM's.
+
+    `max_tokens` None means the rest of the context. `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens.
+    `seed` None is replaced by a drawn one at submit. `logprobs` None means none; N means the N best besides the chosen.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range: RequestError naming the field, the bound and the value."""
+        if self.max_tokens is not None:
+            _within("max_tokens", self.max_tokens, 1, None)
+        _within("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_k", self.top_k, -1, None)
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        _within("min_p", self.min_p, 0.0, 1.0)
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            raise RequestError(f"repetition_penalty must be above 0 and at most 100, got {self.repetition_penalty}")
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _within("seed", self.seed, 0, 2**64 - 1)
+        _strings("stop", self.stop, MAX_STOP_STRINGS)
+        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        _count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for _, bias in self.logit_bias:
+            _within("logit_bias", bias, -100.0, 100.0)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
+        """Build from a JSON object whose values may be strings; an unknown key is refused by name.
+
+        `defaults` gives the fields that `values` leaves out (a model's generation_config, say).
+        Raises RequestError naming the field when a key is unknown or a value has the wrong type or range.
+        """
+        known = {f.name for f in fields(cls)}
+        coerced: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in known:
+                raise RequestError(f"sampling parameter {key!r} is unknown; known ones are {', '.join(sorted(known))}")
+            if value is not None:
+                coerced[key] = _COERCE[key](key, value)
+        return replace(defaults or cls(), **coerced)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse token ids outside [0, size): RequestError naming the field."""
+        check_token_ids("stop_token_ids", self.stop_token_ids, size)
+        check_token_ids("logit_bias", [token for token, _ in self.logit_bias], size)
+
+
+def check_token_ids(field_name: str, ids: Sequence[int], size: int) -> None:
+    """Refuse ids outside [0, size): RequestError naming the field and the first such id."""
+    for token in ids:
+        if not 0 <= token < size:
+            raise RequestError(f"{field_name} must hold token ids from 0 to {size - 1}, got {token}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities at one position, natural logarithm, of the logits before temperature and masks.
+
+    `top` holds (token id, logprob) of the most likely tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds spent in each stage of a request, and what the engine did for it."""
+
+    queue: float
+    prefill: float
+    first_token: float
+    decode: float
+    cached_tokens: int
+    preemptions: int
+    exact: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One piece of an answer; the only thing that leaves the engine.
+
+    `index` is the position of the first of `token_ids` in the answer. Exactly one delta per request is terminal:
+    `finish_reason` or `error` is set. `fingerprint` and `seed` are set on the first, `timings` on a terminal one.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    num_input_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+    fingerprint: str | None = None
+    seed: int | None = None
+    timings: Timings | None = None
+
+    @property
+    def terminal(self) -> bool:
+        """Whether nothing follows for this request."""
+        return self.finish_reason is not None or self.error is not None
+
+
+Emit = Callable[[list[Delta]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One answer being made. The caller fills the first block of fields; the rest belongs to the engine.
+
+    `tokens` is prompt then answer. `computed` counts the leading tokens whose KV is (or is being) written;
+    `in_flight` counts tokens sampled on the device that the host has not seen (0 or 1).
+    `priority` 1 is the highest. Requests share prefix blocks only with the same `cache_salt`.
+    """
+
+    id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    resume_token_ids: Sequence[int] = ()
+    resume_fingerprint: str | None = None
+    priority: int = 2
+    cache_salt: str = ""
+
+    emit: Emit = field(init=False)
+    tokens: list[int] = field(default_factory=list)
+    prompt_len: int = 0
+    max_total: int = 0  # tokens (prompt and answer) at which the answer ends with `length`
+    seed: int = 0
+    fingerprint: str = ""
+    text: TextStream = field(init=False)
+    status: Status = Status.WAITING
+    seat: int = -1
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    in_flight: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    chain: list[bytes] = field(default_factory=list)  # digests of the full blocks of `tokens`, behind a root
+    turn: int = 0  # arrival number, kept for life
+    overtaken: int = 0  # newer requests admitted while this one waited
+    emitted: int = 0  # answer tokens delivered, resumed ones included
+    arrived_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+
+    @property
+    def answer_len(self) -> int:
+        """Answer tokens known to the host."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is still to be computed, the sampled but unseen one included."""
+        return len(self.tokens) + self.in_flight - self.computed
+
+
+def _within(name: str, value: float, low: float, high: float | None) -> None:
+    if not math.isfinite(value) or value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{name} must be {bound}, got {value}")
+
+
+def _count(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError(f"{name} may hold at most {limit} entries, got {count}")
+
+
+def _strings(name: str, values: tuple[str, ...], limit: int) -> None:
+    _count(name, len(values), limit)
+    for value in values:
+        if not value:
+            raise RequestError(f"{name} must not hold an empty string")
+        if (size := len(value.encode())) > MAX_STOP_BYTES:
+            raise RequestError(f"{name} may hold strings of at most {MAX_STOP_BYTES} bytes, got {size}")
+
+
+def _as_int(name: str, value: object) -> int:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            raise RequestError(f"{name} must be an integer, got {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise RequestError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def _as_float(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise RequestError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        raise RequestError(f"{name} must be a number, got {value!r}") from None
+
+
+def _as_bool(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text in ("true", "1"):
+        return True
+    if text in ("false", "0"):
+        return False
+    raise RequestError(f"{name} must be true or false, got {value!r}")
+
+
+def _as_strings(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+        raise RequestError(f"{name} must be a string or a list of strings, got {value!r}")
+    return tuple(value)
+
+
+def _as_ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{name} must be a list of token ids, got {value!r}")
+    return tuple(_as_int(name, v) for v in value)
+
+
+def _as_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise RequestError(f"{name} must be an object of token id to bias, got {value!r}") from None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} must be an object of token id to bias, got {value!r}")
+    return tuple(sorted((_as_int(name, k), _as_float(name, v)) for k, v in value.items()))
+
+
+_COERCE: Mapping[str, Callable[[str, object], Any]] = {
+    "max_tokens": _as_int,
+    "min_tokens": _as_int,
+    "temperature": _as_float,
+    "top_k": _as_int,
+    "top_p": _as_float,
+    "min_p": _as_float,
+    "repetition_penalty": _as_float,
+    "presence_penalty": _as_float,
+    "frequency_penalty": _as_float,
+    "seed": _as_int,
+    "stop": _as_strings,
+    "stop_token_ids": _as_ids,
+    "ignore_eos": _as_bool,
+    "include_stop_str_in_output": _as_bool,
+    "skip_special_tokens": _as_bool,
+    "logprobs": _as_int,
+    "logit_bias": _as_bias,
+    "bad_words": _as_strings,
+}

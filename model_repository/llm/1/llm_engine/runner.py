@@ -1,0 +1,142 @@
+"""Runs steps: launches a plan on the device and collects what it drew.
+
+It owns the state that lives on the device by seat (newest token, sampling state) and nothing of a request's life.
+It does not know the scheduler's rules, text, or who waits for a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .batch import BatchBuilder
+from .loading import LoadedModel, probe_exactness
+from .request import Request, SamplingParams, TokenLogprob
+from .sampling import Sampled, Sampler
+from .scheduler import Chunk, Plan
+
+PROBE_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one row drew: the token, or `sound` false where the logits held NaN and the token means nothing."""
+
+    token: int
+    sound: bool
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step. `ready` is the CUDA event behind it, None where launch computes before it returns."""
+
+    plan: Plan
+    sampled: Sampled | None
+    ready: torch.cuda.Event | None
+
+
+class Runner:
+    """One model on one device. `asynchronous`: launch returns before the step is computed."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.asynchronous = loaded.device.type == "cuda"
+        seats = loaded.config.max_sequences
+        cache = loaded.caches[0]
+        self._last_token = torch.zeros(seats, dtype=torch.int64, device=loaded.device)
+        self._builder = BatchBuilder(loaded.config.block_size, cache.zero_slot, cache.scratch_slot, self._last_token)
+        self._sampler = Sampler(seats, loaded.vocab_size, loaded.device)
+
+    def admit(self, request: Request, bad_words_ids: tuple[tuple[int, ...], ...]) -> None:
+        """Write the state of the seat that `request` has just been given."""
+        self._sampler.admit(request.seat, request, eos_token_ids=self.loaded.eos_token_ids, bad_words_ids=bad_words_ids)
+
+    def release(self, seat: int) -> None:
+        """Forget the state of a seat."""
+        self._sampler.release(seat)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> InFlight:
+        """Compute one step. On CUDA nothing here waits for the device."""
+        batch = self._builder.build(plan)
+        logits = self.loaded.forward(batch.token_ids, batch.positions, batch.head_rows, batch)
+        if not batch.sampled:
+            return InFlight(plan, None, self._event())
+        sampled = self._sampler.sample(
+            logits[: batch.sampled], list(batch.seats), batch.seat_index, batch.answer_positions
+        )
+        self._last_token[batch.seat_index] = sampled.tokens
+        return InFlight(plan, sampled, self._event())
+
+    def collect(self, step: InFlight) -> list[Drawn]:
+        """Wait for a step; return what its sampling chunks drew, in the plan's order."""
+        if step.ready is not None:
+            step.ready.synchronize()
+        if step.sampled is None:
+            return []
+        tokens, unsound = step.sampled.tokens.tolist(), step.sampled.bad.tolist()
+        wanted = [chunk.request.params.logprobs for chunk in step.plan.chunks if chunk.samples]
+        logprobs = _logprobs(step.sampled, tokens, wanted)
+        return [Drawn(t, not u, lp) for t, u, lp in zip(tokens, unsound, logprobs, strict=True)]
+
+    def prepare(self) -> None:
+        """Probe exactness, then warm up: both need the cache to be free of requests."""
+        exact = self._probe()
+        self.loaded = replace(self.loaded, exact=exact, digest=f"{self.loaded.digest}-{exact}")
+        self._warm_up()
+
+    @torch.inference_mode()
+    def _probe(self) -> str:
+        config = self.loaded.config
+        rows = min(PROBE_TOKENS, config.max_context, config.max_step_tokens)
+        request = self._scratch_request(rows)
+
+        def forward(start: int, count: int) -> Tensor:
+            batch = self._builder.build(Plan((Chunk(request, start, count, samples=False),)))
+            head = torch.arange(count, device=self.loaded.device)
+            return self.loaded.forward(batch.token_ids, batch.positions, head, batch)
+
+        return probe_exactness(rows, forward)
+
+    def _warm_up(self) -> None:
+        """Run a prompt and a decode step, greedy and drawn, so that the first request pays for nothing."""
+        request = self._scratch_request(min(64, self.loaded.config.max_context - 1))
+        prompt = request.prompt_len
+        for temperature in (0.0, 1.0):
+            request.params = SamplingParams(temperature=temperature, seed=0)
+            request.seat = 0
+            self.admit(request, ())
+            request.tokens = request.tokens[:prompt]
+            for start, count in ((0, prompt), (prompt, 1)):
+                step = self.launch(Plan((Chunk(request, start, count, samples=True),)))
+                request.tokens.append(self.collect(step)[0].token)
+            self.release(0)
+
+    def _scratch_request(self, tokens: int) -> Request:
+        ids = [(7919 * i + 11) % self.loaded.vocab_size for i in range(tokens)]
+        request = Request("warm-up", ids, SamplingParams(), tokens=ids, prompt_len=tokens)
+        request.blocks = list(range(-(-(tokens + 1) // self.loaded.config.block_size)))
+        return request
+
+    def _event(self) -> torch.cuda.Event | None:
+        if not self.asynchronous or self.loaded.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+def _logprobs(sampled: Sampled, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
+    found = sampled.logprobs
+    if found is None:
+        return [None] * len(tokens)
+    chosen, ranks, top_ids, top = found.chosen.tolist(), found.rank.tolist(), found.top_ids.tolist(), found.top.tolist()
+    return [
+        None
+        if count is None
+        else TokenLogprob(token, chosen[i], ranks[i], tuple(zip(top_ids[i][:count], top[i][:count], strict=True)))
+        for i, (token, count) in enumerate(zip(tokens, wanted, strict=True))
+    ]

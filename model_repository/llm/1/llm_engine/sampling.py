@@ -1,0 +1,404 @@
+"""Choose one token per row of logits: rules, penalties, temperature, top-k, top-p, min-p, draw, and logprobs.
+
+A token depends on its own row, its seat's parameters and (seed, position) alone: no generator, no state but the seat's,
+and no floating-point sum over the vocabulary, so neither neighbours nor the order of additions can change it. `sample`
+never waits for the device. The module does not know what a token means, nor when an answer ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .request import Request, SamplingParams
+
+_GREEDY_BELOW = 1e-5  # temperatures under this are greedy: logits / temperature would leave float32
+_ALWAYS = 2**62
+_NOTHING = -0.0  # x + -0.0 is x bit by bit, also for x = -0.0
+_ANY, _NONE = -1, -2  # in a rule's prefix: any token; in the recent tokens: no token yet
+
+# Weights are summed as integers, in units of 2^-40 of the largest: exact in any order, and 2^18 of them fit 63 bits.
+_UNITS = float(2**40)
+_HALF_BITS = 15  # weights are floats in [0, 1], whose bit patterns are below 2^30: two digits of 15 bits
+_BINS = 2**_HALF_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural log-probabilities of the raw logits: `chosen` float32 [R], `rank` int64 [R] from 1, and the k best.
+
+    `top_ids` int64 [R, k] and `top` float32 [R, k] are best first, equal ones by id; k is the most any row asked for.
+    """
+
+    chosen: Tensor
+    rank: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """`tokens` int64 [R]; `bad` bool [R] where a row held NaN, +inf or no candidate (its token is then arbitrary)."""
+
+    tokens: Tensor
+    bad: Tensor
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wants:
+    """What the host knows of a seat: which stages its row needs."""
+
+    draws: bool = False
+    top_k: int = 0
+    top_p: bool = False
+    min_p: bool = False
+    rules: bool = False
+    recent: bool = False
+    penalties: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Add `value` to the logit of `token` while the answer is shorter than `until` and ends with `prefix`."""
+
+    token: int
+    value: float
+    prefix: tuple[int, ...] = ()
+    until: int = _ALWAYS
+
+
+# A seat's real numbers, without effect: temperature, top_p, min_p; repetition, presence and frequency penalty.
+_IDENTITY = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+
+
+class Sampler:
+    """Sampling state of `seats` seats over a vocabulary of `vocab_size` tokens, on `device`.
+
+    `admit` fills a seat from a request, resumed or preempted ones included; `sample` draws for any of the seats.
+    Tables for penalties and rules are made when the first request wants them.
+    """
+
+    def __init__(self, seats: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._wants = [_Wants()] * seats
+        self._real = torch.tensor([_IDENTITY] * seats, dtype=torch.float32, device=device)
+        self._seed = torch.zeros(seats, dtype=torch.int64, device=device)
+        self._top_k = torch.zeros(seats, dtype=torch.int64, device=device)
+        self._ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        self._rules = _Rules(seats, device)
+        self._seen_in_prompt: Tensor | None = None  # bool [seats, V]: the token is in the prompt
+        self._counts: Tensor | None = None  # int32 [seats, V]: how often it is in the answer
+
+    def admit(
+        self,
+        seat: int,
+        request: Request,
+        *,
+        eos_token_ids: tuple[int, ...],
+        bad_words_ids: tuple[tuple[int, ...], ...],
+    ) -> None:
+        """Prepare `seat` for `request`, whose `tokens` must hold every token drawn so far.
+
+        `bad_words_ids` holds each forbidden word as non-empty token ids: its last token is banned behind the others.
+        Until `min_tokens` the stop token ids are banned, and `eos_token_ids` unless EOS is ignored anyway.
+        """
+        params = request.params
+        rules = list(_rules(params, eos_token_ids, bad_words_ids))
+        draws = params.temperature >= _GREEDY_BELOW
+        wants = _Wants(
+            draws=draws,
+            top_k=params.top_k if 0 < params.top_k < self._vocab_size else 0,
+            top_p=params.top_p < 1.0,
+            min_p=params.min_p > 0.0,
+            rules=bool(rules),
+            recent=any(rule.prefix for rule in rules),
+            penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0),
+            logprobs=params.logprobs,
+        )
+        self._wants[seat] = wants
+        real = (
+            params.temperature if draws else 1.0,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        _put(self._real[seat], torch.tensor(real, dtype=torch.float32))
+        self._seed[seat] = _signed(request.seed)
+        self._top_k[seat] = wants.top_k
+        self._rules.admit(seat, rules, request.tokens)
+        if wants.penalties:
+            self._count(seat, request.tokens, request.prompt_len)
+
+    def release(self, seat: int) -> None:
+        """Forget what `seat` wants, so that no stage runs for it."""
+        self._wants[seat] = _Wants()
+
+    def sample(self, logits: Tensor, seats: list[int], seat_index: Tensor, positions: Tensor) -> Sampled:
+        """Choose a token for each of R rows.
+
+        `logits` [R, V] in bfloat16, float16 or float32, left unchanged; `seats` names the rows' seats, all different,
+        on the host, `seat_index` int64 [R] the same on the device; `positions` int64 [R] is each token's index in its
+        answer. Greedy ties go to the lowest id.
+        """
+        wants = [self._wants[seat] for seat in seats]
+        penalised = any(w.penalties for w in wants)
+        ruled = any(w.rules for w in wants)
+        scores = logits.to(torch.float32, copy=True) if ruled or penalised else logits
+        if ruled:
+            self._rules.apply(scores, seat_index, positions)
+        if penalised:
+            scores = self._penalise(scores, seat_index)
+        # max, not argmax: on CPU it is six times faster in bfloat16. NaN wins it, and so does the first of equals.
+        peak, tokens = scores.max(dim=-1)
+        for narrow in (False, True):
+            rows = [r for r, w in enumerate(wants) if w.draws and bool(w.top_k) == narrow]
+            if len(rows) == len(seats):
+                tokens = self._draw(scores, peak, seat_index, positions, wants)
+            elif rows:
+                at = _to_device(torch.tensor(rows), self._device)
+                drawn = self._draw(scores[at], peak[at], seat_index[at], positions[at], [wants[r] for r in rows])
+                tokens = tokens.index_copy(0, at, drawn)
+        if penalised:
+            self._add_drawn(seat_index, tokens)
+        if any(w.recent for w in wants):
+            self._rules.append(seat_index, tokens)
+        asked = [w.logprobs for w in wants if w.logprobs is not None]
+        return Sampled(tokens, ~peak.isfinite(), _logprobs(logits, tokens, max(asked)) if asked else None)
+
+    def _draw(
+        self, scores: Tensor, peak: Tensor, seat_index: Tensor, positions: Tensor, wants: Sequence[_Wants]
+    ) -> Tensor:
+        """Draw one token per row, of rows that all draw and that all want top-k or all do not: int64 [n].
+
+        The largest of log weight + Gumbel noise is the largest of weight / exponential noise, with one logarithm less.
+        """
+        temperature, top_p, min_p = self._real[seat_index, :3, None].unbind(dim=1)
+        weights = (scores.float() - peak[:, None]).div_(temperature).exp_()  # the likeliest weighs exactly 1
+        weights.nan_to_num_(nan=0.0)  # a bad row's bits must not become an index
+        ids = None
+        if k := max(w.top_k for w in wants):
+            weights, ids = _largest(weights, k)
+            rank = torch.arange(k, device=self._device)
+            weights = weights.masked_fill(rank >= self._top_k[seat_index, None], 0.0)
+        if any(w.top_p for w in wants):
+            kept = _nucleus(weights, top_p) if ids is None else _nucleus_of_sorted(weights, top_p)
+            weights = weights.masked_fill(~kept & (top_p < 1.0), 0.0)
+        if any(w.min_p for w in wants):
+            weights = weights.masked_fill(weights < min_p, 0.0)
+        noise = _exponential(self._seed[seat_index], positions, self._ids if ids is None else ids.int())
+        best = weights.div_(noise).max(dim=-1, keepdim=True).indices
+        return (best if ids is None else ids.gather(1, best)).squeeze(1)
+
+    def _penalise(self, scores: Tensor, seat_index: Tensor) -> Tensor:
+        """Apply the repetition penalty (arXiv 1909.05858) over prompt and answer, then OpenAI's two over the answer."""
+        seen_in_prompt, counts = self._occurrences()
+        counts = counts[seat_index]
+        drawn = counts > 0
+        repetition, presence, frequency = self._real[seat_index, 3:, None].unbind(dim=1)
+        seen = drawn | seen_in_prompt[seat_index]
+        scores = torch.where(seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
+        return scores - frequency * counts - presence * drawn
+
+    def _occurrences(self) -> tuple[Tensor, Tensor]:
+        if self._seen_in_prompt is None or self._counts is None:
+            shape = (len(self._wants), self._vocab_size)
+            self._seen_in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return self._seen_in_prompt, self._counts
+
+    def _count(self, seat: int, tokens: Sequence[int], prompt_len: int) -> None:
+        seen_in_prompt, counts = self._occurrences()
+        ids = _to_device(torch.tensor(tokens, dtype=torch.int64), self._device)
+        seen_in_prompt[seat].zero_().index_fill_(0, ids[:prompt_len], 1)
+        answer = ids[prompt_len:]
+        counts[seat].zero_().scatter_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
+
+    def _add_drawn(self, seat_index: Tensor, tokens: Tensor) -> None:
+        flat = self._occurrences()[1].view(-1)
+        flat.scatter_add_(0, seat_index * self._vocab_size + tokens, torch.ones_like(tokens, dtype=torch.int32))
+
+
+class _Rules:
+    """The rules of every seat, padded to the most rules and the longest prefix that any seat needed so far.
+
+    token [seats, N], value [seats, N], until [seats, N], prefix [seats, N, L] and the last L tokens, recent [seats, L];
+    prefixes and recent tokens are aligned at their ends.
+    """
+
+    def __init__(self, seats: int, device: torch.device) -> None:
+        self._device = device
+        self._resize(seats, 0, 0)
+
+    def _resize(self, seats: int, count: int, length: int) -> None:
+        self._token = torch.zeros(seats, count, dtype=torch.int64, device=self._device)
+        self._value = torch.full((seats, count), _NOTHING, device=self._device)
+        self._until = torch.zeros(seats, count, dtype=torch.int64, device=self._device)
+        self._prefix = torch.full((seats, count, length), _ANY, dtype=torch.int64, device=self._device)
+        self._recent = torch.full((seats, length), _NONE, dtype=torch.int64, device=self._device)
+
+    def _grow(self, count: int, length: int) -> None:
+        """Make room for `count` rules with prefixes of `length` tokens, keeping what is there."""
+        old = self._token, self._value, self._until, self._prefix, self._recent
+        seats, old_count, old_length = self._prefix.shape
+        if count <= old_count and length <= old_length:
+            return
+        self._resize(seats, max(count, old_count), max(length, old_length))
+        start = self._prefix.shape[2] - old_length
+        self._token[:, :old_count], self._value[:, :old_count], self._until[:, :old_count] = old[:3]
+        self._prefix[:, :old_count, start:] = old[3]
+        self._recent[:, start:] = old[4]
+
+    def admit(self, seat: int, rules: Sequence[_Rule], tokens: Sequence[int]) -> None:
+        """Replace the rules of `seat` and its recent tokens."""
+        self._grow(len(rules), max((len(rule.prefix) for rule in rules), default=0))
+        _, count, length = self._prefix.shape
+        if not count:
+            return
+        padding = [_Rule(token=0, value=_NOTHING, until=0)] * (count - len(rules))
+        rows = [*rules, *padding]
+        prefixes = [[_ANY] * (length - len(rule.prefix)) + list(rule.prefix) for rule in rows]
+        recent = ([_NONE] * length + list(tokens[-length:]))[-length:] if length else []
+        _put(self._token[seat], torch.tensor([rule.token for rule in rows]))
+        _put(self._value[seat], torch.tensor([rule.value for rule in rows]))
+        _put(self._until[seat], torch.tensor([rule.until for rule in rows]))
+        _put(self._prefix[seat], torch.tensor(prefixes, dtype=torch.int64))
+        _put(self._recent[seat], torch.tensor(recent, dtype=torch.int64))
+
+    def apply(self, scores: Tensor, seat_index: Tensor, positions: Tensor) -> None:
+        """Add what holds to `scores` [R, V], in place."""
+        prefix = self._prefix[seat_index]
+        matches = ((prefix == self._recent[seat_index, None]) | (prefix == _ANY)).all(dim=-1)
+        holds = matches & (positions[:, None] < self._until[seat_index])
+        scores.scatter_add_(1, self._token[seat_index], torch.where(holds, self._value[seat_index], _NOTHING))
+
+    def append(self, seat_index: Tensor, tokens: Tensor) -> None:
+        """Note the tokens drawn."""
+        self._recent[seat_index] = torch.cat([self._recent[seat_index, 1:], tokens[:, None]], dim=1)
+
+
+def _rules(
+    params: SamplingParams, eos_token_ids: Sequence[int], bad_words_ids: Sequence[tuple[int, ...]]
+) -> Iterator[_Rule]:
+    biases: dict[int, float] = {}
+    for token, bias in params.logit_bias:
+        biases[token] = biases.get(token, 0.0) + bias
+    for token, bias in biases.items():
+        yield _Rule(token, bias)
+    for word in bad_words_ids:
+        yield _Rule(word[-1], -torch.inf, prefix=word[:-1])
+    if params.min_tokens:
+        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+        for token in sorted(set(ends)):
+            yield _Rule(token, -torch.inf, until=params.min_tokens)
+
+
+def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest of float32 [n, V], largest first, equal ones by id: float32 [n, k], int64 [n, k].
+
+    topk leaves the order of equals open, and in bfloat16 equals are common, so value and id are packed into one key.
+    """
+    bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers in the order of the floats
+    last = values.shape[1] - 1
+    key = ordered.long().mul_(2**32).add_(torch.arange(last, -1, -1, device=values.device))
+    ids = last - (key.topk(k, dim=1).values & 0xFFFFFFFF)
+    return values.gather(1, ids), ids
+
+
+def _nucleus_of_sorted(weights: Tensor, top_p: Tensor) -> Tensor:
+    """`_nucleus` for weights that are in descending order already."""
+    units = (weights * _UNITS).long()
+    return units.cumsum(dim=1) - units < _share(units, top_p)
+
+
+def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
+    """Return which weights, float32 [n, V] in [0, 1], form the smallest set with the share `top_p` [n, 1]: bool [n, V].
+
+    Equal weights enter by id. A radix selection instead of a sort: the bit patterns of weights are ordered as they are,
+    so a histogram of weight over their upper digit finds the upper digit of the smallest member, and one over the lower
+    digit, of the weights in that bin, the lower one.
+    """
+    bits = weights.view(torch.int32)
+    units = (weights * _UNITS).long()
+    missing = _share(units, top_p)
+    digits = bits >> _HALF_BITS
+    upper, missing = _cut(digits, units, missing)
+    lower, missing = _cut(bits & (_BINS - 1), units.masked_fill_(digits != upper.int(), 0), missing)
+    smallest = ((upper << _HALF_BITS) | lower).int()
+    equal = bits == smallest
+    unit = (smallest.view(torch.float32) * _UNITS).long().clamp_(min=1)
+    places = ((missing + unit - 1) // unit).int()
+    return (bits > smallest) | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= places))
+
+
+def _share(units: Tensor, top_p: Tensor) -> Tensor:
+    total = units.sum(dim=1, keepdim=True)
+    return (top_p.double() * total.double()).ceil().long().clamp_(min=1)
+
+
+def _cut(digits: Tensor, units: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest digit d such that the units with digits >= d reach `missing`, and what those above d leave."""
+    bins = units.new_zeros(len(units), _BINS).scatter_add_(1, digits.long(), units)
+    up_to = bins.cumsum(dim=1)
+    total = up_to[:, -1:]
+    digit = torch.searchsorted(up_to, total - missing, right=True)
+    return digit, missing - (total - up_to.gather(1, digit))
+
+
+def _exponential(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Return exponential noise of (seed, position, token id): float32 [n, m], ids int32 [m] or [n, m].
+
+    A key of 64 bits per row, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014), enters `lowbias32` (Wellons,
+    hash-prospector) over the ids, its halves before and inside. The uniform is (31 bits + 1/2) / 2^31, precise towards
+    0, where noise is small and wins: a token more than 26 nats below the likeliest is never drawn.
+    """
+    key = _mix64(_mix64(seed) + (positions + 1) * _signed(0x9E3779B97F4A7C15))
+    low, high = key.view(torch.int32).view(-1, 2, 1).unbind(dim=1)
+    h = (ids * _signed(0x9E3779B1, 32)) ^ low
+    h ^= (h >> 16).bitwise_and_(0xFFFF)
+    h *= 0x7FEB352D
+    h ^= (h >> 15).bitwise_and_(0x1FFFF)
+    h += high
+    h *= _signed(0x846CA68B, 32)
+    h ^= (h >> 16).bitwise_and_(0xFFFF)
+    uniform = h.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
+
+
+def _mix64(x: Tensor) -> Tensor:
+    # >> is arithmetic on int64, so each shift masks the copies of the sign.
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def _signed(value: int, bits: int = 64) -> int:
+    return value - 2**bits if value >= 2 ** (bits - 1) else value
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
+    raw = logits.float()
+    logprobs = raw.log_softmax(dim=-1)
+    chosen = tokens[:, None]
+    rank = (raw > raw.gather(1, chosen)).sum(dim=1) + 1
+    _, ids = _largest(raw, min(k, raw.shape[1]))
+    return Logprobs(logprobs.gather(1, chosen).squeeze(1), rank, ids, logprobs.gather(1, ids))
+
+
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
+    # From pinned memory the copy does not wait for the device.
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def _put(target: Tensor, values: Tensor) -> None:
+    target.copy_(_to_device(values, target.device))

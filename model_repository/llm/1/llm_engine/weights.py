@@ -1,0 +1,226 @@
+"""From what the deployer wrote to a folder of safetensors: resolve, and convert a GGUF file once.
+
+A conversion is made in a temporary folder and renamed, under a lock, so a killed one leaves nothing half-made and two
+processes convert once. `python -m llm_engine.weights MODEL` does it alone and reports JSON lines; this module does
+not know how a model is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .config import ConfigError, cache_folder, expand
+
+Progress = Callable[[str, int, int | None], None]
+
+_CONVERSION = 1  # raised when the converted files change, so that old ones are made again
+_PACKAGE = "package://"
+_SPACE_FACTOR = 6  # a 4-bit GGUF grows to 16 bits per weight; twice that while the shards are written
+
+
+def silent(_stage: str, _done: int, _total: int | None) -> None:
+    """Report nothing."""
+
+
+def prepare(spec: str, cache: Path | None = None, progress: Progress = silent) -> Path:
+    """Return the folder that holds config.json, the tokenizer and safetensors for `spec`.
+
+    `spec` is a folder, a `.gguf` file, `package://NAME/FILE` or a Hugging Face id. A GGUF file is converted to
+    bfloat16 safetensors in `cache` the first time. Raises ConfigError with the cure.
+    """
+    cache = cache or cache_folder()
+    path = _package_file(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"model file {path} does not exist; check the parameter 'model'")
+        return _converted(path, cache, progress)
+    if path.is_dir():
+        return _checked_folder(path)
+    if spec.startswith((_PACKAGE, "/", ".", "~")) or spec.count("/") > 1:
+        raise ConfigError(f"model {spec!r} is neither a folder nor a .gguf file; check the parameter 'model'")
+    return _from_hub(spec, progress)
+
+
+def _package_file(spec: str) -> Path:
+    name, _, file = spec.removeprefix(_PACKAGE).partition("/")
+    if not name.isidentifier() or not file or ".." in Path(file).parts:
+        raise ConfigError(f"model {spec!r} must have the form package://NAME/FILE")
+    found = importlib.util.find_spec(name)  # does not import the package, which may need more than its file
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError(
+            f"model {spec!r}: the Python package {name!r} is not installed here; "
+            f"install it with pip --no-deps, or set the parameter 'model' to a folder"
+        )
+    path = Path(next(iter(found.submodule_search_locations))) / file
+    if not path.exists():
+        raise ConfigError(f"model {spec!r}: the package {name!r} has no file {file!r}")
+    return path
+
+
+def _checked_folder(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model folder {path} has no config.json; it must hold a transformers model")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model folder {path} has no .safetensors file; save the model with save_pretrained")
+    for file in sorted(path.glob("*.safetensors")):
+        _check_safetensors(file)
+    return path
+
+
+def _check_safetensors(file: Path) -> None:
+    """Compare the file's size with what its own header promises: a truncated download is told at once."""
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        head = f.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < length <= size - 8:
+            raise ConfigError(f"weights file {file} is truncated ({size} bytes); fetch it again")
+        try:
+            header = json.loads(f.read(length))
+        except ValueError:
+            raise ConfigError(f"weights file {file} has a damaged header; fetch it again") from None
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    if size < 8 + length + end:
+        raise ConfigError(f"weights file {file} is truncated: {size} bytes of {8 + length + end}; fetch it again")
+
+
+def _from_hub(spec: str, progress: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    progress("fetching the model", 0, None)
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        return _checked_folder(Path(snapshot_download(spec, allow_patterns=patterns)))
+    except HFValidationError:
+        raise ConfigError(f"model {spec!r} is no folder, no .gguf file and no Hugging Face id") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"model {spec!r} is not in the Hugging Face cache and cannot be fetched ({reason}); "
+            f"check the name and the network, or set the parameter 'model' to a folder"
+        ) from None
+
+
+def _converted(file: Path, cache: Path, progress: Progress) -> Path:
+    progress("reading the weights file", 0, None)
+    target = cache / "weights" / f"{file.stem}-{_digest(file)}-v{_CONVERSION}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / f".{target.name}.lock"):
+            if target.is_dir():  # another process has just made it
+                return target
+            _convert(file, target, progress)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _no_space(target.parent, file) from None
+        raise ConfigError(f"cannot write converted weights to {target.parent}: {error.strerror or error}") from None
+    return target
+
+
+def _convert(file: Path, target: Path, progress: Progress) -> None:
+    for stale in target.parent.glob(f".{target.name}.tmp*"):  # a killed conversion left it; we hold the lock
+        shutil.rmtree(stale)
+    if shutil.disk_usage(target.parent).free < _SPACE_FACTOR * file.stat().st_size:
+        raise _no_space(target.parent, file)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp", dir=target.parent))
+    try:
+        _unpack(file, work, progress)
+        work.chmod(0o755)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _unpack(file: Path, out: Path, progress: Progress) -> None:
+    """Write `file` as bfloat16 safetensors with its tokenizer. About 20 seconds for 135 M parameters on two cores."""
+    total = 4
+    progress("converting the weights", 0, total)
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.GgufConfig(dequantize=True)  # packed weights could not be saved
+    progress("converting the weights", 1, total)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=config
+        )
+        progress("converting the weights", 2, total)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (ValueError, KeyError, IndexError, RuntimeError, struct.error, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"model file {file} is truncated, damaged or of an unknown kind ({reason}); fetch it again"
+        ) from None
+    progress("converting the weights", 3, total)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    _forget_source(out / "config.json")
+    progress("converting the weights", total, total)
+
+
+def _forget_source(config_file: Path) -> None:
+    """Drop what speaks of the packed file, so that the folder loads like any other."""
+    config = json.loads(config_file.read_text())
+    for key in ("quantization_config", "_model_name_or_path"):
+        config.pop(key, None)
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def _no_space(folder: Path, file: Path) -> ConfigError:
+    need, free = _SPACE_FACTOR * file.stat().st_size >> 20, shutil.disk_usage(folder).free >> 20
+    return ConfigError(
+        f"no space to convert {file.name} in {folder}: {need} MiB needed, {free} MiB free; "
+        f"free some, or set TOKENSTREAM_CACHE to another folder"
+    )
+
+
+def main() -> int:
+    """Prepare one model and report JSON lines: progress, then the path or the error."""
+    parser = argparse.ArgumentParser(prog="python -m llm_engine.weights", description=main.__doc__)
+    parser.add_argument("model", help="folder, .gguf file, package://NAME/FILE or Hugging Face id")
+    spec = parser.parse_args().model
+
+    def report(**line: object) -> None:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+    try:
+        path = prepare(expand(spec), progress=lambda s, d, t: report(stage=s, done=d, total=t))
+    except ConfigError as error:
+        report(error=str(error))
+        return 1
+    report(path=os.fspath(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""What a Triton request says, as plain values: the inputs of config.pbtxt read, checked and given their defaults.
+
+Whatever is wrong is a RequestError naming the input and the bound. It does not know how a request is answered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from llm_engine.request import RequestError, SamplingParams
+
+_SAMPLING_TENSORS = {
+    "max_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "seed": "seed",
+    "ignore_eos": "ignore_eos",
+    "stop_words": "stop",
+    "bad_words": "bad_words",
+    "stop_token_ids": "stop_token_ids",
+}
+_SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
+_GUIDES = ("guided_decoding_guide_type", "guided_decoding_guide")
+
+
+class Operation(Enum):
+    """What is wanted; only GENERATE needs a seat."""
+
+    GENERATE = "generate"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
+    INFO = "info"
+
+
+@dataclass(slots=True)
+class Call:
+    """One request. Exactly one of `text`, `messages` and `input_ids` is set, but for INFO, which needs none."""
+
+    request_id: str
+    operation: Operation = Operation.GENERATE
+    text: str | None = None
+    messages: str | None = None
+    input_ids: list[int] = field(default_factory=list)
+    params: SamplingParams = field(default_factory=SamplingParams)
+    stream: bool = True
+    exclude_input: bool = True
+    echo: str | None = None  # the prompt's text, where it opens the answer
+    resume_token_ids: list[int] = field(default_factory=list)
+    resume_fingerprint: str | None = None
+    template_time: str | None = None
+    priority: int = 2
+    cache_salt: str = ""
+    outputs: frozenset[str] = frozenset()
+
+
+def read_call(request: Any, defaults: SamplingParams) -> Call:
+    """Read a Triton InferenceRequest; RequestError if anything in it cannot be honoured."""
+    inputs = {tensor.name(): tensor for tensor in request.inputs()}
+    parameters = json.loads(request.parameters() or "{}")
+    call = Call(request_id=request.request_id(), outputs=frozenset(request.requested_output_names()))
+    operation = _one(inputs, "operation", _text)
+    try:
+        call.operation = Operation(operation or "generate")
+    except ValueError:
+        known = ", ".join(o.value for o in Operation)
+        raise RequestError(f"operation must be one of {known}, got {operation!r}") from None
+    _read_prompt(call, inputs)
+    call.params = _read_params(inputs, parameters, defaults)
+    call.stream = _one(inputs, "stream", bool) is not False
+    call.exclude_input = _one(inputs, "exclude_input_in_output", bool) is not False
+    if call.stream and not call.exclude_input:
+        raise RequestError("exclude_input_in_output may be false only with stream false")
+    call.resume_token_ids = _many(inputs, "resume_token_ids", int) or []
+    call.resume_fingerprint = _one(inputs, "resume_fingerprint", _text) or None
+    call.template_time = _one(inputs, "template_time", _text) or None
+    call.priority = _priority(parameters.get("llm_priority", 2))
+    call.cache_salt = str(parameters.get("cache_salt", ""))
+    return call
+
+
+def _read_prompt(call: Call, inputs: dict[str, Any]) -> None:
+    call.text = _one(inputs, "text_input", _text)
+    call.messages = _one(inputs, "messages", _text)
+    ids = _many(inputs, "input_ids", int)
+    given = [
+        n for n, v in (("text_input", call.text), ("messages", call.messages), ("input_ids", ids)) if v is not None
+    ]
+    if call.operation is Operation.INFO:
+        return
+    if call.operation is Operation.DETOKENIZE and given != ["input_ids"]:
+        raise RequestError("operation detokenize takes input_ids and no other prompt")
+    if len(given) != 1:
+        raise RequestError(
+            f"send exactly one of text_input, messages and input_ids; got {' and '.join(given) if given else 'none'}"
+        )
+    call.input_ids = ids or []
+    if ids == []:
+        raise RequestError("input_ids is empty; send at least one token id")
+
+
+def _read_params(inputs: dict[str, Any], parameters: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """Merge the JSON object, the single tensors and Triton's request parameters; a contradiction is refused."""
+    values = _json_object("sampling_parameters", _one(inputs, "sampling_parameters", _text))
+    base = SamplingParams.from_mapping(values, defaults)
+    for source in (_single_tensors(inputs), {k: v for k, v in parameters.items() if k in _SAMPLING_FIELDS}):
+        for name, value in source.items():
+            other = SamplingParams.from_mapping({name: value})
+            if name in values and getattr(other, name) != getattr(
+                SamplingParams.from_mapping({name: values[name]}), name
+            ):
+                raise RequestError(f"{name} is given twice with different values: {values[name]!r} and {value!r}")
+            values[name] = value
+    if values:
+        base = SamplingParams.from_mapping(values, defaults)
+    return _read_foreign(inputs, base)
+
+
+def _single_tensors(inputs: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for tensor, name in _SAMPLING_TENSORS.items():
+        if tensor not in inputs:
+            continue
+        if tensor in ("stop_words", "bad_words"):
+            # Clients of other backends send [""] for "none".
+            found[name] = [word for word in _many(inputs, tensor, _text) or [] if word]
+        elif tensor == "stop_token_ids":
+            found[name] = _many(inputs, tensor, int)
+        else:
+            found[name] = _one(inputs, tensor, lambda value: value.item())
+            if isinstance(found[name], float):
+                found[name] = float(
+                    str(_one(inputs, tensor, lambda value: value))
+                )  # 0.9 as FP32 is 0.9, not 0.89999998
+    return found
+
+
+def _read_foreign(inputs: dict[str, Any], params: SamplingParams) -> SamplingParams:
+    """Inputs that TensorRT-LLM-shaped clients send."""
+    for name in _GUIDES:
+        if _one(inputs, name, _text):
+            raise RequestError(f"{name} is not supported by this server")
+    beams = _one(inputs, "beam_width", int)
+    if beams not in (None, 1):
+        raise RequestError(f"beam_width must be 1, got {beams}")
+    end = _one(inputs, "end_id", int)
+    if end is not None and end >= 0 and end not in params.stop_token_ids:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
+    asked = _one(inputs, "return_logprobs", bool) or _one(inputs, "return_log_probs", bool)
+    if asked and params.logprobs is None:
+        params = replace(params, logprobs=0)
+    return params
+
+
+def _json_object(name: str, text: str | None) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be a JSON object, got {type(value).__name__}")
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def _priority(value: Any) -> int:
+    if value not in (1, 2, 3, "1", "2", "3") or isinstance(value, bool):
+        raise RequestError(f"llm_priority must be 1, 2 or 3 (1 is the highest), got {value!r}")
+    return int(value)
+
+
+def _many(inputs: dict[str, Any], name: str, convert: Callable[..., Any]) -> list[Any] | None:
+    """All elements of an input of shape [1, n], or None if it was not sent."""
+    tensor = inputs.get(name)
+    if tensor is None:
+        return None
+    array = tensor.as_numpy()
+    if array.shape[0] != 1:
+        raise RequestError(f"{name} must have shape [1, n], got {list(array.shape)}")
+    try:
+        return [convert(value) for value in array[0]]
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not valid UTF-8 at byte {error.start}") from None
+
+
+def _one(inputs: dict[str, Any], name: str, convert: Callable[..., Any]) -> Any:
+    """The single element of an input of shape [1, 1], or None if it was not sent."""
+    values = _many(inputs, name, convert)
+    if values is None:
+        return None
+    if len(values) != 1:
+        raise RequestError(f"{name} must have shape [1, 1], got [1, {len(values)}]")
+    return values[0]
+
+
+def _scalar(value: np.generic) -> Any:
+    return float(str(value)) if isinstance(value, np.floating) else value.item()  # FP32 0.9 is 0.9, not 0.89999998
+
+
+def _text(value: bytes) -> str:
+    return value.decode()
