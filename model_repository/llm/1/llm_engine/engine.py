@@ -265,7 +265,8 @@ class Engine:
         self._backlog = bool(self._scheduler.waiting)
         self.metrics.preemptions += len(plan.preempted)
         for request in plan.admitted:
-            self.metrics.prefix_hit_tokens += request.computed
+            if request.preemptions == 0:  # later it finds its own blocks, which is no merit of the cache
+                self.metrics.prefix_hit_tokens += request.cached_tokens
             self._runner.admit(request, self.prompts.bad_words(request.params.bad_words))
         if not plan.chunks:
             return None

@@ -201,7 +201,7 @@ class Request:
     """One answer being made. The caller fills the first block of fields; the rest belongs to the engine.
 
     `tokens` is prompt then answer. `computed` counts the leading tokens whose KV is (or is being) written;
-    `in_flight` counts tokens sampled on the device that the host has not seen (0 or 1).
+    `in_flight` counts tokens drawn by launched steps that the host has not seen (at most one per step).
     `priority` 1 is the highest. Requests share prefix blocks only with the same `cache_salt`.
     """
 

@@ -81,10 +81,6 @@ class Scheduler:
         """Whether any request has not ended."""
         return bool(self.waiting or self.running)
 
-    def free_seat(self) -> bool:
-        """Whether one more request would find a seat. (Blocks may still make it wait.)"""
-        return len(self.waiting) + len(self.running) < self.max_sequences
-
     def add(self, request: Request) -> None:
         """Let a request wait for its turn: 0 < tokens < max_total, and the whole pool can hold it, else ValueError."""
         if not 0 < len(request.tokens) < request.max_total:

