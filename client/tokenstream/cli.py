@@ -1,0 +1,302 @@
+"""The command `tokenstream`: start a server, ask it, talk to it, probe it, add a model to its repository.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no connection, 4 the server refused, 5 too late, 130 Ctrl-C.
+Every error is one line on standard error that says the cure. It knows how to ask and to print; all else is imported
+when a command needs it, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import __version__
+from .diagnosis import ServerFailed
+from .errors import (
+    ConnectionFailed,
+    ConnectTimeout,
+    Draining,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    StreamTimeout,
+    TokenstreamError,
+)
+from .params import Sampling
+from .timeouts import Timeout
+
+if TYPE_CHECKING:
+    from .client import Client
+    from .stream import TokenStream
+
+OK, FAILED, NO_CONNECTION, REFUSED, TOO_LATE, INTERRUPTED = 0, 1, 3, 4, 5, 130
+DEMO_PROMPT = "Write one sentence about the sea."
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Url = Annotated[str, typer.Option(envvar="TOKENSTREAM_URL", help="HOST:PORT of the server's gRPC endpoint.")]
+ModelName = Annotated[str, typer.Option(help="Name of the model on the server.")]
+Seconds = Annotated[float | None, typer.Option("--timeout", help="Seconds for the whole answer.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; unset: the model's own.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the smallest set with this probability.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from so many most likely tokens.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")]
+Repository = Annotated[Path | None, typer.Option(help="Model repository; unset: the one that came along.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Stream the tokens of language models served by NVIDIA Triton.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no connection, 4 the server refused, 5 too late, 130 Ctrl-C.
+    """
+    if version:
+        typer.echo(f"tokenstream {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    json_lines: Annotated[
+        bool, typer.Option("--json", help="One JSON object per response, and one at the end.")
+    ] = False,
+    url: Url = "127.0.0.1:8001",
+    model: ModelName = "llm",
+    timeout: Seconds = None,
+) -> None:
+    """Answer one prompt, printed as it is made; timing goes to standard error."""
+    sampling = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
+    with _one_line_errors(), _client(url, model, timeout) as client:
+        text = _standard_input() if prompt == "-" else prompt
+        stream = client.stream(text, **sampling) if raw else client.chat(_message(text), **sampling)
+        _show(stream, json_lines=json_lines)
+
+
+@app.command()
+def chat(
+    system: Annotated[str | None, typer.Option(help="What the model is told before the first message.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    url: Url = "127.0.0.1:8001",
+    model: ModelName = "llm",
+    timeout: Seconds = None,
+) -> None:
+    """Hold a conversation. Ctrl-C stops an answer; /reset begins anew; /exit, Ctrl-D or Ctrl-C at the prompt leaves."""
+    from .conversation import Conversation, typed_lines
+
+    with _one_line_errors(), _client(url, model, timeout) as client:
+        talk = Conversation(client, _sampling(max_tokens, temperature, top_p, top_k, seed, stop), system)
+        interactive = sys.stdin.isatty()
+        for line in typed_lines(interactive):
+            try:
+                talk.say(line)
+            except TokenstreamError as error:
+                if not interactive:
+                    raise
+                typer.echo(_one_line(error), err=True)
+
+
+@app.command()
+def probe(
+    url: Url = "127.0.0.1:8001",
+    model: ModelName = "llm",
+    timeout: Annotated[float, typer.Option(help="Seconds within which one token must arrive.")] = 5.0,
+) -> None:
+    """Ask for one token; exit code 0 only if it arrives in time. For health checks: it sees what readiness does not."""
+    with _one_line_errors(), _client(url, model, timeout) as client:
+        started = time.monotonic()
+        client.generate("ok", max_tokens=1, temperature=0.0, seed=0)
+        typer.echo(f"{model} at {url} answered in {time.monotonic() - started:.3f} s")
+
+
+@app.command()
+def serve(
+    repository: Repository = None,
+    http_port: Annotated[int, typer.Option(help="0: a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="0: a free one.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="0: a free one.")] = 8002,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+) -> None:
+    """Run a Triton server on this machine until Ctrl-C."""
+    from .display import StartProgress, welcome
+    from .server import TritonServer, find_repository, serve_until_signal
+
+    with _one_line_errors(), StartProgress() as progress:
+        server = TritonServer(
+            repository or find_repository(),
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            host=host,
+            progress=progress,
+        )
+
+        def greet() -> None:
+            progress.stop()
+            typer.echo(welcome(server.http_url, server.grpc_url, server.metrics_url, str(server.log_path)))
+
+        code = serve_until_signal(server, on_ready=greet)
+    raise typer.Exit(code)
+
+
+@app.command()
+def demo(repository: Repository = None) -> None:
+    """Start a server on free ports, stream one answer, stop the server."""
+    from .client import Client
+    from .display import StartProgress
+    from .server import TritonServer, find_repository
+
+    with _one_line_errors(), StartProgress() as progress:
+        with TritonServer(repository or find_repository(), progress=progress) as server:
+            progress.stop()
+            typer.echo(f"> {DEMO_PROMPT}")
+            with Client(server.grpc_url) as client:
+                first = _show(client.chat(_message(DEMO_PROMPT), max_tokens=48, temperature=0.0))
+        if began := os.environ.get("TOKENSTREAM_STARTED_AT"):
+            typer.echo(f"command to first token: {first - float(began):.1f} s", err=True)
+
+
+@app.command()
+def new_model(
+    name: Annotated[str, typer.Argument(help="Name of the new model.")],
+    model: Annotated[str, typer.Option(help="What it loads: a Hugging Face id, a folder, a .gguf or package:// path.")],
+    repository: Repository = None,
+) -> None:
+    """Add a model to a repository: a copy of `llm` under another name, loading another model."""
+    from .scaffold import new_model as make
+    from .server import find_repository
+
+    with _one_line_errors():
+        target = repository or find_repository()
+        source = target if (target / "llm").is_dir() else find_repository()
+        made = make(name, model, source / "llm", target)
+        typer.echo(f"{made} loads {model}. Serve it with: tokenstream serve --repository {target}")
+
+
+def main() -> None:
+    """The console command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a model may write what the terminal's encoding lacks
+            stream.reconfigure(errors="replace")
+    app()
+
+
+def _client(url: str, model: str, total: float | None) -> Client:
+    from .client import Client
+
+    try:
+        return Client(url, model=model, timeout=Timeout(total=total))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _sampling(
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int | None,
+    stop: list[str] | None,
+) -> Sampling:
+    return Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop or None
+    )
+
+
+def _message(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not text: {error.reason}") from error
+
+
+def _show(stream: TokenStream, *, json_lines: bool = False) -> float:
+    """Print an answer as it comes, then its timing; returns when the first response was here (seconds of the epoch)."""
+    from .display import chunk_json, end_json, timing_line, write
+
+    first = 0.0
+    with stream:
+        try:
+            for chunk in stream:
+                first = first or time.time()
+                write(chunk_json(chunk) + "\n" if json_lines else chunk.text)
+        finally:
+            if stream.text and not json_lines:
+                write("\n")
+        answer = stream.final()
+    if json_lines:
+        write(end_json(answer) + "\n")
+    typer.echo(timing_line(answer.stats, answer.usage, answer.finish_reason), err=True)
+    return first
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn what can go wrong into one line and an exit code."""
+    try:
+        yield
+    except TokenstreamError as error:
+        typer.echo(_one_line(error), err=True)
+        raise typer.Exit(_exit_code(error)) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted; Python's own flush at exit must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(OK) from None
+
+
+def _one_line(error: TokenstreamError) -> str:
+    if isinstance(error, ServerFailed):
+        cure = f" (log: {error.log_path})"
+    else:
+        cure = next((text for kind, text in _CURES if isinstance(error, kind)), "")
+    return f"tokenstream: {' '.join(error.message.split())}{cure}"
+
+
+def _exit_code(error: TokenstreamError) -> int:
+    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), FAILED)
+
+
+_NOBODY = ". Is it running? Start one with: tokenstream serve"
+_CURES: tuple[tuple[type[TokenstreamError], str], ...] = (
+    (ConnectionFailed, _NOBODY),
+    (ConnectTimeout, _NOBODY),
+    (StreamTimeout, ". Ask for less, or allow more with --timeout"),
+    (ModelNotFound, ". Name one that it serves with --model"),
+    (Overloaded, ". Try again in a moment"),
+)
+_EXIT_CODES: tuple[tuple[type[TokenstreamError], int], ...] = (
+    (ConnectionFailed, NO_CONNECTION),
+    (ConnectTimeout, NO_CONNECTION),
+    (StreamTimeout, TOO_LATE),
+    *((kind, REFUSED) for kind in (InvalidRequest, ModelNotFound, Overloaded, NotReady, Draining)),
+)

@@ -1,0 +1,126 @@
+"""What the command line prints: lines, JSON objects, and the progress of a starting server.
+
+Text out of values, pure but for `write` and `StartProgress`, which draws on standard error.
+It does not know where the values come from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from .results import Chunk, Completion, Stats, Usage
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_STAGES = (
+    ("layout", "Preparing the server"),
+    ("convert", "Converting the weights (once)"),
+    ("start", "Starting the server"),
+    ("load", "Loading the model"),
+)
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def write(text: str) -> None:
+    """Show a piece of an answer on standard output now; on a terminal, without what could drive it."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """`text` without control characters but tab and newline: a model must not be able to drive a terminal."""
+    return _CONTROLS.sub("", text)
+
+
+def timing_line(stats: Stats, usage: Usage, finish_reason: str) -> str:
+    """One line: `TTFT 0.082 s, 61.3 tokens/s, 24 tokens in, 40 out, finished: stop`."""
+    ttft = "no token" if stats.ttft is None else f"TTFT {stats.ttft:.3f} s"
+    rate = f", {stats.tokens_per_second:.1f} tokens/s" if stats.tokens_per_second else ""
+    return f"{ttft}{rate}, {usage.input_tokens} tokens in, {usage.output_tokens} out, finished: {finish_reason}"
+
+
+def chunk_json(chunk: Chunk) -> str:
+    """A chunk as one line of JSON: index, token_ids, text, and logprobs if there are any."""
+    values = asdict(chunk)
+    del values["finish_reason"]  # the end has its own line
+    if not chunk.logprobs:
+        del values["logprobs"]
+    return json.dumps(values, ensure_ascii=False)
+
+
+def end_json(completion: Completion) -> str:
+    """The last line of JSON: why it ended, usage, the server's timings and this client's."""
+    values = asdict(completion)
+    for name in ("text", "token_ids", "logprobs"):  # sent already, piece by piece
+        del values[name]
+    return json.dumps(values, ensure_ascii=False)
+
+
+def welcome(http_url: str, grpc_url: str, metrics_url: str, log_path: str) -> str:
+    """Where the server listens, and what to try next."""
+    body = '{"text_input": "Once upon a time", "max_tokens": 20}'
+    return f"""\
+Ready. Ctrl-C stops the server.
+  gRPC     {grpc_url}
+  HTTP     {http_url}
+  metrics  {metrics_url}
+  log      {log_path}
+Try, in another terminal:
+  tokenstream generate --url {grpc_url} "Write one sentence about the sea."
+  tokenstream chat --url {grpc_url}
+  curl -N {http_url}/v2/models/llm/generate_stream -d '{body}'"""
+
+
+class StartProgress:
+    """Draws a server's start on standard error: a bar where the total is known, else the time that has passed.
+
+    Where standard error is no terminal, each stage is one line.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = Console(stderr=True)
+        seconds = TextColumn("{task.fields[seconds]:.0f} s")
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), seconds)
+        self._progress: Progress = Progress(*columns, console=self._console, transient=True)
+        self._task: TaskID | None = None
+        self._stage = ""
+
+    def __enter__(self) -> Self:
+        """Begin to draw."""
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Clear what was drawn."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Clear what was drawn; harmless if repeated."""
+        if self._console.is_terminal:
+            self._progress.stop()
+
+    def __call__(self, stage: str, done: int, total: int | None, elapsed: float) -> None:
+        """Show how far `stage` is."""
+        total = None if stage == "load" else total  # models ready: one or none says nothing of how long it takes
+        if stage != self._stage:
+            self._stage = stage
+            words = next((words for name, words in _STAGES if name == stage), stage)
+            if not self._console.is_terminal:
+                self._console.print(words, markup=False)
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(words, total=total, seconds=elapsed)
+        if self._task is not None:
+            self._progress.update(self._task, completed=done, total=total, seconds=elapsed)

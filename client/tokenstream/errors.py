@@ -1,0 +1,197 @@
+"""Every exception of this package, and which one a server's words or a gRPC status become.
+
+    TokenstreamError
+    ├── ConnectionFailed (also ConnectionError)      nobody listens, or the name does not resolve
+    ├── StreamTimeout (also TimeoutError)            one of the four clocks ran out
+    │   ├── ConnectTimeout
+    │   ├── FirstTokenTimeout
+    │   ├── IdleTimeout
+    │   └── TotalTimeout
+    ├── IncompleteStream                             cut without a terminal event
+    └── ServerError                                  the server said no, or ended the answer
+        ├── InvalidRequest
+        │   └── ResumeMismatch                       this server's answer would differ from the one begun
+        ├── ModelNotFound
+        ├── Overloaded                               refused at once, or too long in the queue
+        ├── NotReady
+        ├── Draining                                 going away: ask another server
+        ├── Cancelled
+        └── InternalError                            its fault, or an answer that breaks the protocol
+
+Each carries what had arrived (`text`, `token_ids`) and the `request_id`, so nothing received is lost.
+It does not know who raises: gRPC's exceptions are handed in as a status name and a text, and never escape this package.
+"""
+
+# ruff: noqa: N818  (names say what happened; all of them end in TokenstreamError's tree)
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+class TokenstreamError(Exception):
+    """Base of all. `message` is one line; `text` and `token_ids` are what had arrived before it."""
+
+    def __init__(self, message: str, *, request_id: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.request_id = request_id
+        self.text = ""
+        self.token_ids: Sequence[int] = ()
+
+
+class ConnectionFailed(TokenstreamError, ConnectionError):
+    """No connection could be made."""
+
+
+class StreamTimeout(TokenstreamError, TimeoutError):
+    """One of the clocks in `Timeout` ran out; the request was cancelled on the server."""
+
+
+class ConnectTimeout(StreamTimeout):
+    """The server did not answer on a new connection in time."""
+
+
+class FirstTokenTimeout(StreamTimeout):
+    """Queue and prefill took too long."""
+
+
+class IdleTimeout(StreamTimeout):
+    """The answer began and then paused for too long."""
+
+
+class TotalTimeout(StreamTimeout):
+    """The whole answer took too long."""
+
+
+class IncompleteStream(TokenstreamError):
+    """The stream was cut without a terminal event."""
+
+
+class ServerError(TokenstreamError):
+    """The server refused the request or ended the answer. `code` is its status name, "" if it gave none."""
+
+    def __init__(self, message: str, *, request_id: str = "", code: str = "") -> None:
+        super().__init__(message, request_id=request_id)
+        self.code = code
+
+
+class InvalidRequest(ServerError):
+    """Something asked for is unknown, out of range, or does not fit; the message names it."""
+
+
+class ResumeMismatch(InvalidRequest):
+    """The answer was begun by a server with other weights, tokenizer, template or dtype."""
+
+
+class ModelNotFound(ServerError):
+    """The server has no model of this name."""
+
+
+class Overloaded(ServerError):
+    """The queue is full, or the request waited in it for too long."""
+
+
+class NotReady(ServerError):
+    """The server or its model is not able to answer (now)."""
+
+
+class Draining(ServerError):
+    """The server is shutting down."""
+
+
+class Cancelled(ServerError):
+    """The request was cancelled, by this client or by the server."""
+
+
+class InternalError(ServerError):
+    """The server failed, or sent what the protocol does not allow."""
+
+
+# Triton's own messages carry no status on a stream; these words have been stable across its releases.
+_TRITON_PHRASES: tuple[tuple[str, type[ServerError]], ...] = (
+    ("exceeds maximum queue size", Overloaded),
+    ("request timeout expired", Overloaded),
+    ("unknown model", ModelNotFound),
+    ("is not healthy", NotReady),
+    ("is not ready", NotReady),
+    ("shutting down", Draining),
+    ("request was cancelled", Cancelled),
+    ("unexpected inference", InvalidRequest),
+    ("unexpected shape for input", InvalidRequest),
+    ("data-type is", InvalidRequest),
+    ("expected number of inputs", InvalidRequest),
+    ("byte size mismatch", InvalidRequest),
+    ("batch-size must be", InvalidRequest),
+)
+_CODES: tuple[tuple[str, type[ServerError]], ...] = (
+    ("INVALID_ARG", InvalidRequest),
+    ("INVALID_ARGUMENT", InvalidRequest),
+    ("NOT_FOUND", ModelNotFound),
+    ("UNAVAILABLE", Overloaded),
+    ("RESOURCE_EXHAUSTED", Overloaded),
+    ("CANCELLED", Cancelled),
+    ("INTERNAL", InternalError),
+)
+_TAIL = re.compile(r"(?P<text>.*?)\s*\[(?P<fields>(?:request|tokens|code)=[^\[\]]*)\]\s*", re.DOTALL)
+_TRITON_ID = re.compile(r"\[request id: (?P<id>[^\]]*)\]\s*")
+
+
+def from_server(message: str) -> ServerError:
+    """The exception for an error message that came on a stream, without its machine-readable parts.
+
+    Our model ends its messages with `[request=ID tokens=N code=CODE]`, any part of which may be missing;
+    Triton begins its own with `[request id: ID]` and says the kind in words alone.
+    """
+    text, request_id, code = message.strip(), "", ""
+    if begin := _TRITON_ID.match(text):
+        text, request_id = text[begin.end() :], begin["id"]
+    if tail := _TAIL.fullmatch(text):
+        text = tail["text"]
+        for part in tail["fields"].split():
+            key, _, value = part.partition("=")
+            request_id = value if key == "request" else request_id
+            code = value if key == "code" else code
+    return _kind(text, code)(text or "the server gave no reason", request_id=request_id, code=code)
+
+
+def _kind(text: str, code: str) -> type[ServerError]:
+    words = text.lower()
+    if code in ("UNAVAILABLE", "CANCELLED") and ("drain" in words or "shutting down" in words):
+        return Draining
+    if code == "UNAVAILABLE" and "not ready" in words:
+        return NotReady
+    if code == "INVALID_ARG" and "resume_mismatch" in words:
+        return ResumeMismatch
+    if code:
+        return next((kind for name, kind in _CODES if name == code), ServerError)
+    return next((kind for phrase, kind in _TRITON_PHRASES if phrase in words), ServerError)
+
+
+def from_status(status: str, details: str, url: str) -> TokenstreamError:
+    """The exception for a gRPC status (its name and its text) that ended a stream to `url`."""
+    words = details.lower()
+    if "shutting down" in words:
+        return Draining(f"the server at {url} is shutting down", code=status)
+    if status == "UNAVAILABLE" and "timed out" in words:
+        return ConnectTimeout(f"{url} did not answer: {reason_of(details)}")
+    if status == "UNAVAILABLE" and any(sign in words for sign in ("failed to connect", "resolving", "resolution")):
+        return ConnectionFailed(f"cannot connect to {url}: {reason_of(details)}")
+    if status == "DEADLINE_EXCEEDED":
+        return TotalTimeout(f"the answer from {url} took longer than its total time")
+    if status in ("UNAVAILABLE", "UNKNOWN", "INTERNAL") and "deserializing" not in words:
+        return IncompleteStream(f"the stream from {url} was cut: {reason_of(details)}")
+    if status == "UNIMPLEMENTED":
+        return ServerError(f"no Triton server at {url}: {reason_of(details)}", code=status)
+    kind = next((kind for name, kind in _CODES if name == status), ServerError)
+    if "deserializing" in words:
+        return InternalError(f"{url} sent a message that is not Triton's", code=status)
+    return kind(f"{url} answered {status}: {reason_of(details)}", code=status)
+
+
+def reason_of(details: str) -> str:
+    """The last, most telling part of gRPC's nested text: `...: connect: Connection refused (111)`."""
+    reason = re.sub(r"\s*\(\d+\)\s*$", "", details.strip().splitlines()[0] if details.strip() else "")
+    reason = reason.rsplit(": ", 1)[-1].strip(" .{}[]")
+    return reason[:1].lower() + reason[1:] if reason else "no reason given"

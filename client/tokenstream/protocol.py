@@ -1,0 +1,209 @@
+"""The wire: caller's values to a ModelInferRequest, a response to a `Reply` or an exception.
+
+Pure functions over Triton's protobuf messages, so that a blocking and an asynchronous client share every rule.
+It knows tensors, names and encodings; it does not know connections, clocks or what came before.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any
+
+from tritonclient.grpc import service_pb2 as pb
+
+from .errors import InternalError, InvalidRequest, from_server
+from .results import ServerInfo, Timings, TokenLogprob
+
+Message = Mapping[str, Any]  # a chat message as the model's template wants it: role, content, ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to answer: exactly one of text, chat messages and token ids. TypeError otherwise."""
+
+    text: str | None = None
+    messages: Sequence[Message] | None = None
+    input_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse none and several."""
+        if sum(value is not None for value in (self.text, self.messages, self.input_ids)) != 1:
+            raise TypeError("give exactly one of prompt, messages and input_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One response taken apart. `final`: nothing follows. `data`: it holds output and not the final mark alone.
+
+    None means that the server left the tensor out.
+    """
+
+    final: bool
+    data: bool
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    index: int | None = None
+    finish_reason: str | None = None
+    fingerprint: str | None = None
+    seed: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    timings: Timings | None = None
+
+
+def generate_request(
+    model: str,
+    prompt: Prompt,
+    sampling_parameters: str,
+    *,
+    request_id: str,
+    priority: int | None = None,
+    timeout: float | None = None,
+) -> pb.ModelInferRequest:
+    """A request for one answer. `priority` 1 is the highest; `timeout` in seconds is what is left for it.
+
+    `sampling_parameters` is the JSON object of `params.sampling_json`. Raises InvalidRequest for text that is no
+    Unicode and for token ids outside INT32.
+    """
+    request = _request(model, request_id)
+    if prompt.text is not None:
+        _add_string(request, "text_input", prompt.text)
+    if prompt.messages is not None:
+        _add_string(request, "messages", json.dumps(prompt.messages, ensure_ascii=False))
+        # Templates that print the date must print the same one when the answer is made again elsewhere.
+        _add_string(request, "template_time", datetime.now().astimezone().isoformat(timespec="seconds"))
+    if prompt.input_ids is not None:
+        _add_ids(request, "input_ids", prompt.input_ids)
+    _add_string(request, "sampling_parameters", sampling_parameters)
+    if priority is not None:
+        request.parameters["priority"].uint64_param = priority
+    if timeout is not None:
+        request.parameters["timeout"].int64_param = max(1, int(timeout * 1e6))
+    return request
+
+
+def operation_request(
+    model: str, operation: str, *, request_id: str, text: str | None = None, input_ids: Sequence[int] | None = None
+) -> pb.ModelInferRequest:
+    """A request that needs no seat: `tokenize` (text), `detokenize` (input_ids) or `info`."""
+    request = _request(model, request_id)
+    _add_string(request, "operation", operation)
+    if text is not None:
+        _add_string(request, "text_input", text)
+    if input_ids is not None:
+        _add_ids(request, "input_ids", input_ids)
+    return request
+
+
+def parse(response: pb.ModelStreamInferResponse) -> Reply:
+    """Take one response apart; raises the ServerError it carries, InternalError if it is malformed."""
+    if response.error_message:
+        raise from_server(response.error_message)
+    body = response.infer_response
+    final = "triton_final_response" in body.parameters and body.parameters["triton_final_response"].bool_param
+    try:
+        tensors = {
+            output.name: _decode(output.datatype, raw)
+            for output, raw in zip(body.outputs, body.raw_output_contents, strict=True)
+        }
+        return _reply(tensors, final)
+    except (ValueError, TypeError, KeyError, struct.error) as error:
+        raise InternalError(f"the server sent a malformed response: {error}", request_id=body.id) from error
+
+
+def server_info(text: str) -> ServerInfo:
+    """Read the JSON object that `info` answers with; InternalError if it is none."""
+    try:
+        details = json.loads(text)
+        model, dtype, exact = (str(details.get(name, "")) for name in ("model", "dtype", "exact"))
+    except (ValueError, AttributeError) as error:
+        raise InternalError(f"the server's info is not a JSON object: {text[:80]!r}") from error
+    return ServerInfo(model, dtype, exact, details)
+
+
+def _request(model: str, request_id: str) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=model, id=request_id)
+    # Makes a final mark without data visible; without it such an end could not be told from a pause.
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    return request
+
+
+def _add_string(request: pb.ModelInferRequest, name: str, text: str) -> None:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} holds half a character (lone surrogate) at {error.start}") from None
+    request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+    request.raw_input_contents.append(struct.pack("<I", len(data)) + data)
+
+
+def _add_ids(request: pb.ModelInferRequest, name: str, ids: Sequence[int]) -> None:
+    try:
+        data = struct.pack(f"<{len(ids)}i", *ids)
+    except struct.error:
+        raise InvalidRequest(f"{name} must hold integers from 0 to {2**31 - 1}") from None
+    request.inputs.add(name=name, datatype="INT32", shape=[1, len(ids)])
+    request.raw_input_contents.append(data)
+
+
+def _decode(datatype: str, raw: bytes) -> tuple[Any, ...]:
+    if datatype == "BYTES":
+        return _strings(raw)
+    letter, size = {"INT32": ("i", 4), "UINT64": ("Q", 8)}[datatype]
+    return struct.unpack(f"<{len(raw) // size}{letter}", raw)
+
+
+def _strings(raw: bytes) -> tuple[str, ...]:
+    strings, at = [], 0
+    while at < len(raw):
+        (length,) = struct.unpack_from("<I", raw, at)
+        at += 4 + length
+        if at > len(raw):
+            raise ValueError("a string is longer than its tensor")
+        strings.append(raw[at - length : at].decode())
+    return tuple(strings)
+
+
+def _reply(tensors: dict[str, tuple[Any, ...]], final: bool) -> Reply:
+    def one(name: str) -> Any:
+        values = tensors.get(name, ())
+        return values[0] if values else None
+
+    logprobs, timings = one("logprobs"), one("timings")
+    return Reply(
+        final=final,
+        data=bool(tensors),
+        text=one("text_output") or "",
+        token_ids=tensors.get("token_ids", ()),
+        index=one("index"),
+        finish_reason=one("finish_reason") or None,
+        fingerprint=one("fingerprint"),
+        seed=one("seed"),
+        logprobs=_logprobs(logprobs) if logprobs else (),
+        num_input_tokens=one("num_input_tokens"),
+        num_output_tokens=one("num_output_tokens"),
+        timings=_timings(timings) if timings else None,
+    )
+
+
+def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            token_id=entry["token_id"],
+            logprob=entry["logprob"],
+            rank=entry.get("rank", 0),
+            top=tuple((token, logprob) for token, logprob in entry.get("top", ())),
+        )
+        for entry in json.loads(text)
+    )
+
+
+def _timings(text: str) -> Timings:
+    # A newer server may send more than this client knows.
+    known = {field.name for field in fields(Timings)}
+    return Timings(**{name: value for name, value in json.loads(text).items() if name in known})

@@ -1,0 +1,173 @@
+"""The folder of one running server: a lock that says it lives, its log, and the shared memory that bears its name.
+
+`sweep` removes what dead runs left (processes, shared memory, folders) and never touches a live one: a run is dead when
+nobody holds its lock, and a process belongs to it when its environment carries the run's random id, which no other
+process has. Of swept or failed runs the last log is kept as `last-failed.log`.
+It does not know what runs in the folder, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .diagnosis import writing_to
+
+RUN_ID = "TOKENSTREAM_RUN_ID"  # in the environment of every process of a run
+KEPT_LOG = "last-failed.log"
+LEAVE_SECONDS = 4.0  # a predecessor whose supervisor was killed is gone in two
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (Triton's Python backend has its regions there)
+
+_ID = re.compile("[0-9a-f]{16}")
+
+
+class RunFolder:
+    """`root`/<id>, locked from its making to `remove`; the lock also falls when this process dies.
+
+    `files` (default: the folder itself) is where the log and the model's run-time files go; it is kept if it was given.
+    Raises SetupError when the folder cannot be written.
+    """
+
+    def __init__(self, root: Path, *, files: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> None:
+        self.id = secrets.token_hex(8)
+        self.path = root / self.id
+        self.files = files or self.path
+        self.log_path = self.files / "server.log"
+        self._shared_memory = shared_memory
+        with writing_to(root):
+            root.mkdir(parents=True, exist_ok=True)
+            with _alone(root):
+                _sweep(root, shared_memory, LEAVE_SECONDS)
+                self.path.mkdir(mode=0o700)
+                self._lock = _lock(self.path, create=True)
+        with writing_to(self.files):
+            try:
+                self.files.mkdir(parents=True, exist_ok=True)
+                self.log_path.write_bytes(b"")
+            except OSError:
+                self.remove()
+                raise
+
+    @property
+    def prefix(self) -> str:
+        """What the names of this run's shared memory regions start with."""
+        return prefix(self.id)
+
+    @property
+    def kept_log_path(self) -> Path:
+        """Where the log will lie behind `remove(failed=True)`."""
+        return self.log_path if self.files != self.path else self.path.parent / KEPT_LOG
+
+    def remove(self, *, failed: bool = False) -> None:
+        """Remove shared memory and folder, and give up the lock; with `failed` the log stays at `kept_log_path`."""
+        end_processes(self.id, LEAVE_SECONDS)
+        _remove_shared_memory(self.id, self._shared_memory)
+        kept = self.kept_log_path
+        with _alone(self.path.parent):  # else a sweep could take a folder without its lock file for a dead run
+            if failed and kept != self.log_path:
+                _keep_log(self.path)
+                self.log_path = kept
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def prefix(run_id: str) -> str:
+    """What the names of the run's shared memory regions start with."""
+    return f"tokenstream_{run_id}_"
+
+
+def sweep(root: Path, *, shared_memory: Path = SHARED_MEMORY, patience: float = LEAVE_SECONDS) -> list[str]:
+    """Clear away every dead run under `root`; return their ids.
+
+    Waits up to `patience` seconds for the processes of each to leave by themselves, and then kills them.
+    Raises SetupError when `root` cannot be written.
+    """
+    with writing_to(root):
+        root.mkdir(parents=True, exist_ok=True)
+        with _alone(root):
+            return _sweep(root, shared_memory, patience)
+
+
+def processes(run_id: str) -> list[int]:
+    """Living processes of the run: those whose environment says so. Other users' processes cannot be seen."""
+    mark = f"{RUN_ID}={run_id}".encode()
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # gone, or another user's; a zombie's environment is empty
+            if mark in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
+    return found
+
+
+def end_processes(run_id: str, patience: float) -> None:
+    """Wait up to `patience` seconds until the run's processes are gone, then kill what is left of them."""
+    deadline = time.monotonic() + patience
+    while left := processes(run_id):
+        if time.monotonic() > deadline + patience:
+            return
+        if time.monotonic() > deadline:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _sweep(root: Path, shared_memory: Path, patience: float) -> list[str]:
+    swept = []
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and _ID.fullmatch(path.name)):
+        lock = _lock(folder, create=False)
+        if lock is None and (folder / "lock").exists():
+            continue  # a live one; a folder without a lock file is one whose making was cut short
+        end_processes(folder.name, patience)
+        _remove_shared_memory(folder.name, shared_memory)
+        _keep_log(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+        swept.append(folder.name)
+    return swept
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Hold the root's lock, so that nobody takes a folder that is being made for a dead one."""
+    lock = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: Path, *, create: bool) -> int | None:
+    """The descriptor that holds the folder's lock; None if another process holds it, or there is no lock file."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _remove_shared_memory(run_id: str, folder: Path) -> None:
+    for region in folder.glob(f"{prefix(run_id)}*"):
+        region.unlink(missing_ok=True)
+
+
+def _keep_log(folder: Path) -> None:
+    with suppress(FileNotFoundError):
+        (folder / "server.log").replace(folder.parent / KEPT_LOG)

@@ -1,0 +1,113 @@
+"""Which exception a server's words become."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenstream import errors
+from tokenstream.errors import from_server, from_status, reason_of
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kind"),
+    [
+        ("INVALID_ARG", "top_p must be above 0", errors.InvalidRequest),
+        ("INVALID_ARG", "resume_mismatch: begun by abc", errors.ResumeMismatch),
+        ("UNAVAILABLE", "the queue is full", errors.Overloaded),
+        ("UNAVAILABLE", "the server is draining", errors.Draining),
+        ("UNAVAILABLE", "model is not ready", errors.NotReady),
+        ("CANCELLED", "cancelled by the client", errors.Cancelled),
+        ("CANCELLED", "ended by drain", errors.Draining),
+        ("INTERNAL", "step failed", errors.InternalError),
+        ("SOMETHING_NEW", "who knows", errors.ServerError),
+    ],
+)
+def test_our_models_code_decides_and_its_bracket_is_not_shown(code, text, kind):
+    error = from_server(f"{text} [request=r-7 tokens=12 code={code}]")
+    assert type(error) is kind
+    assert (str(error), error.request_id, error.code) == (text, "r-7", code)
+
+
+@pytest.mark.parametrize(
+    ("message", "text", "request_id", "code"),
+    [
+        ("a [b] went wrong [code=INTERNAL]", "a [b] went wrong", "", "INTERNAL"),
+        ("bad [request=x]", "bad", "x", ""),
+        ("bad [tokens=3 request=x]\n", "bad", "x", ""),
+        ("got [1, 2]", "got [1, 2]", "", ""),
+        ("list [request=x] in the middle", "list [request=x] in the middle", "", ""),
+        ("two [request=a] [request=b code=INTERNAL]", "two [request=a]", "b", "INTERNAL"),
+        ("[request=only]", "the server gave no reason", "only", ""),
+        ("[request id: r6] Exceeds maximum queue size", "Exceeds maximum queue size", "r6", ""),
+    ],
+)
+def test_machine_readable_parts_may_be_missing(message, text, request_id, code):
+    error = from_server(message)
+    assert (str(error), error.request_id, error.code) == (text, request_id, code)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("[request id: r6] Exceeds maximum queue size", errors.Overloaded),
+        ("Request timeout expired", errors.Overloaded),
+        ("Request for unknown model: 'x' is not found", errors.ModelNotFound),
+        ("Stub process 'llm_0_0' is not healthy.", errors.NotReady),
+        ("GRPC server is shutting down and has stopped accepting new requests.", errors.Draining),
+        ("unexpected inference input 'foo' for model 'llm'", errors.InvalidRequest),
+        ("[request id: a] unexpected shape for input 'messages' for model 'llm'", errors.InvalidRequest),
+        ("inference input 'top_k' data-type is 'INT64', but model 'llm' expects 'INT32'", errors.InvalidRequest),
+        ("something else", errors.ServerError),
+    ],
+)
+def test_tritons_own_words_are_understood(message, kind):
+    assert type(from_server(message)) is kind
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "kind"),
+    [
+        (
+            "UNAVAILABLE",
+            "failed to connect to all addresses; last error: X: Connection refused",
+            errors.ConnectionFailed,
+        ),
+        ("UNAVAILABLE", "errors resolving nohost:1: [x: Domain name not found]", errors.ConnectionFailed),
+        ("UNAVAILABLE", "failed to connect to all addresses: connection attempt timed out", errors.ConnectTimeout),
+        ("UNAVAILABLE", "Socket closed", errors.IncompleteStream),
+        ("UNAVAILABLE", "GRPC server is shutting down", errors.Draining),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", errors.TotalTimeout),
+        ("INTERNAL", "Received RST_STREAM with error code 2", errors.IncompleteStream),
+        ("INTERNAL", "Exception deserializing response!", errors.InternalError),
+        ("CANCELLED", "Channel closed!", errors.Cancelled),
+        ("UNIMPLEMENTED", "Method not found!", errors.ServerError),
+        ("PERMISSION_DENIED", "no", errors.ServerError),
+        ("RESOURCE_EXHAUSTED", "too many", errors.Overloaded),
+    ],
+)
+def test_a_grpc_status_becomes_one_of_ours(status, details, kind):
+    error = from_status(status, details, "host:1")
+    assert type(error) is kind
+    assert "host:1" in str(error)
+    assert "\n" not in str(error)
+
+
+def test_the_most_telling_part_of_a_nested_text_is_shown():
+    nested = (
+        "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: connect: Connection refused (111)"
+    )
+    assert reason_of(nested) == "connection refused"
+    assert reason_of("") == "no reason given"
+
+
+def test_timeouts_and_lost_connections_are_also_the_builtin_kinds():
+    assert issubclass(errors.StreamTimeout, TimeoutError)
+    assert issubclass(errors.ConnectionFailed, ConnectionError)
+
+
+def test_every_exception_is_caught_by_the_base_and_drawn_in_the_tree():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
+    assert len(kinds) > 10
+    for kind in kinds:
+        assert issubclass(kind, errors.TokenstreamError)
+        assert kind.__name__ in errors.__doc__

@@ -1,0 +1,186 @@
+"""The wire without a wire: what a request looks like, and what a response becomes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from datetime import datetime
+
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from tokenstream.errors import InternalError, InvalidRequest, Overloaded
+from tokenstream.params import SAMPLING_NAMES, draw_seed, sampling_json
+from tokenstream.protocol import Prompt, generate_request, operation_request, parse, server_info
+from tokenstream.results import Timings, TokenLogprob
+from tokenstream.timeouts import Timeout
+from unit.scripted_triton import add, add_string, failure, final_mark, inputs, token
+
+
+def request(prompt: Prompt, **options: object) -> pb.ModelInferRequest:
+    return generate_request("llm", prompt, "{}", request_id="r1", **options)
+
+
+def test_every_tensor_of_a_request_is_one_row():
+    made = [
+        request(Prompt(text="hi")),
+        request(Prompt(messages=[{"role": "user", "content": "hi"}])),
+        request(Prompt(input_ids=[1, 2, 3])),
+    ]
+    for tensor in (tensor for one in made for tensor in one.inputs):
+        assert tensor.shape[0] == 1
+        assert list(tensor.shape) == ([1, 3] if tensor.name == "input_ids" else [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (Prompt(text="grüß 🌊"), {"text_input": "grüß 🌊"}),
+        (Prompt(text=""), {"text_input": ""}),
+        (Prompt(input_ids=[0, 5, 2**31 - 1]), {"input_ids": [0, 5, 2**31 - 1]}),
+    ],
+)
+def test_a_prompt_arrives_as_it_was_given_and_nothing_unasked_is_sent(prompt, expected):
+    assert inputs(request(prompt)) == expected | {"sampling_parameters": {}}
+
+
+def test_messages_travel_with_the_time_their_template_may_print():
+    sent = inputs(request(Prompt(messages=[{"role": "user", "content": "ä"}])))
+    assert sent["messages"] == [{"role": "user", "content": "ä"}]
+    assert datetime.fromisoformat(sent["template_time"]).tzinfo is not None
+
+
+@pytest.mark.parametrize("given", [{}, {"text": "a", "input_ids": [1]}, {"text": "", "messages": []}])
+def test_none_and_several_prompts_are_refused(given):
+    with pytest.raises(TypeError, match="exactly one"):
+        Prompt(**given)
+
+
+def test_the_final_mark_is_always_asked_for():
+    for made in (request(Prompt(text="x")), operation_request("llm", "info", request_id="r2")):
+        assert made.parameters["triton_enable_empty_final_response"].bool_param is True
+
+
+def test_priority_and_timeout_are_sent_only_when_given():
+    assert set(request(Prompt(text="x")).parameters) == {"triton_enable_empty_final_response"}
+    made = request(Prompt(text="x"), priority=1, timeout=2.5)
+    assert made.parameters["priority"].uint64_param == 1
+    assert made.parameters["timeout"].int64_param == 2_500_000
+
+
+@pytest.mark.parametrize("ids", [[2**31], [-(2**31) - 1], [1.5], ["1"]])
+def test_token_ids_that_do_not_fit_are_refused_by_name(ids):
+    with pytest.raises(InvalidRequest, match="input_ids"):
+        request(Prompt(input_ids=ids))
+
+
+def test_half_a_character_is_refused_before_it_is_sent():
+    with pytest.raises(InvalidRequest, match="text_input holds half a character"):
+        request(Prompt(text="a\ud83c"))
+
+
+def test_operations_carry_their_argument():
+    assert inputs(operation_request("llm", "tokenize", request_id="r", text="a b")) == {
+        "operation": "tokenize",
+        "text_input": "a b",
+    }
+    assert inputs(operation_request("llm", "detokenize", request_id="r", input_ids=[4])) == {
+        "operation": "detokenize",
+        "input_ids": [4],
+    }
+
+
+def test_a_seed_is_sent_even_if_none_was_given_and_unset_values_are_not():
+    assert json.loads(sampling_json({"temperature": None, "stop": ["a", "b"]}, 17)) == {"seed": 17, "stop": ["a", "b"]}
+    assert json.loads(sampling_json({"seed": None}, 17)) == {"seed": 17}
+
+
+def test_drawn_seeds_differ_and_fit_a_signed_integer():
+    seeds = {draw_seed() for _ in range(100)}
+    assert len(seeds) == 100
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_an_unknown_sampling_keyword_is_named():
+    with pytest.raises(TypeError, match="'max_new_tokens' is no sampling parameter"):
+        sampling_json({"max_new_tokens": 5}, 0)
+
+
+def test_client_and_engine_know_the_same_sampling_parameters():
+    from dataclasses import fields
+
+    from llm_engine.request import SamplingParams
+
+    assert {field.name for field in fields(SamplingParams)} == SAMPLING_NAMES
+
+
+def test_a_response_is_taken_apart():
+    timings = {"queue": 0.5, "exact": "bitwise", "news": 1}
+    logprobs = [{"token_id": 9, "logprob": -0.5, "rank": 1, "top": [[9, -0.5], [8, -1.0]]}]
+    reply = parse(
+        token(
+            3,
+            " é",
+            9,
+            final=True,
+            finish_reason="length",
+            fingerprint="abc",
+            seed=2**64 - 1,
+            num_input_tokens=11,
+            timings=json.dumps(timings),
+            logprobs=json.dumps(logprobs),
+        )
+    )
+    assert (reply.text, reply.token_ids, reply.index, reply.finish_reason) == (" é", (9,), 3, "length")
+    assert (reply.fingerprint, reply.seed, reply.num_input_tokens, reply.num_output_tokens) == ("abc", 2**64 - 1, 11, 1)
+    assert reply.timings == Timings(queue=0.5, exact="bitwise")
+    assert reply.logprobs == (TokenLogprob(9, -0.5, 1, ((9, -0.5), (8, -1.0))),)
+    assert reply.final
+    assert reply.data
+
+
+def test_an_empty_finish_reason_means_that_more_follows():
+    assert parse(token(0, "a", 1)).finish_reason is None
+
+
+def test_a_final_mark_holds_no_data():
+    reply = parse(final_mark())
+    assert reply.final
+    assert not reply.data
+
+
+def test_an_error_text_is_raised_as_its_kind():
+    with pytest.raises(Overloaded):
+        parse(failure("[request id: r6] Exceeds maximum queue size"))
+
+
+def _malformed() -> list[pb.ModelStreamInferResponse]:
+    long_string, odd, unknown, missing, not_text, not_json = (pb.ModelStreamInferResponse() for _ in range(6))
+    add(long_string, "text_output", "BYTES", struct.pack("<I", 99) + b"x")
+    add(odd, "token_ids", "INT32", b"\x01\x02\x03")
+    add(unknown, "token_ids", "FP8", b"\x01")
+    missing.infer_response.outputs.add(name="index", datatype="INT32", shape=[1, 1])
+    add(not_text, "text_output", "BYTES", struct.pack("<I", 1) + b"\xff")
+    add_string(not_json, "timings", "{")
+    return [long_string, odd, unknown, missing, not_text, not_json]
+
+
+@pytest.mark.parametrize("response", _malformed())
+def test_a_malformed_response_is_an_internal_error(response):
+    with pytest.raises(InternalError, match="malformed"):
+        parse(response)
+
+
+def test_server_info_keeps_what_it_does_not_know():
+    info = server_info('{"model": "m", "dtype": "bfloat16", "exact": "bitwise", "limits": {"max_context": 8}}')
+    assert (info.model, info.dtype, info.exact) == ("m", "bfloat16", "bitwise")
+    assert info.details["limits"] == {"max_context": 8}
+    for text in ("", "[]", "nonsense"):
+        with pytest.raises(InternalError):
+            server_info(text)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_a_clock_that_no_answer_can_meet_is_refused_by_name(seconds):
+    with pytest.raises(ValueError, match="first_token"):
+        Timeout(first_token=seconds)
