@@ -24,8 +24,9 @@ _ANY, _NONE = -1, -2  # in a rule's prefix: any token; in the recent tokens: no 
 
 # Weights are summed as integers, in units of 2^-40 of the largest: exact in any order, and 2^18 of them fit 63 bits.
 _UNITS = float(2**40)
-_HALF_BITS = 15  # weights are floats in [0, 1], whose bit patterns are below 2^30: two digits of 15 bits
-_BINS = 2**_HALF_BITS
+_WEIGHT_BITS = 30  # weights are floats in [0, 1], whose bit patterns are below 2^30
+_DIGIT_BITS = 10
+_BINS = 2**_DIGIT_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +99,7 @@ class Sampler:
         self._counts: Tensor | None = None  # int32 [seats, V]: how often it is in the answer
 
     def admit(
-        self,
-        seat: int,
-        request: Request,
-        *,
-        eos_token_ids: tuple[int, ...],
-        bad_words_ids: tuple[tuple[int, ...], ...],
+        self, seat: int, request: Request, *, eos_token_ids: tuple[int, ...], bad_words_ids: tuple[tuple[int, ...], ...]
     ) -> None:
         """Prepare `seat` for `request`, whose `tokens` must hold every token drawn so far.
 
@@ -113,6 +109,9 @@ class Sampler:
         params = request.params
         rules = list(_rules(params, eos_token_ids, bad_words_ids))
         draws = params.temperature >= _GREEDY_BELOW
+        temperature = params.temperature if draws else 1.0
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        real = (temperature, params.top_p, params.min_p, *penalties)
         wants = _Wants(
             draws=draws,
             top_k=params.top_k if 0 < params.top_k < self._vocab_size else 0,
@@ -120,18 +119,10 @@ class Sampler:
             min_p=params.min_p > 0.0,
             rules=bool(rules),
             recent=any(rule.prefix for rule in rules),
-            penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0),
+            penalties=penalties != _IDENTITY[3:],
             logprobs=params.logprobs,
         )
         self._wants[seat] = wants
-        real = (
-            params.temperature if draws else 1.0,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
         _put(self._real[seat], torch.tensor(real, dtype=torch.float32))
         self._seed[seat] = _signed(request.seed)
         self._top_k[seat] = wants.top_k
@@ -324,17 +315,19 @@ def _nucleus_of_sorted(weights: Tensor, top_p: Tensor) -> Tensor:
 def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
     """Return which weights, float32 [n, V] in [0, 1], form the smallest set with the share `top_p` [n, 1]: bool [n, V].
 
-    Equal weights enter by id. A radix selection instead of a sort: the bit patterns of weights are ordered as they are,
-    so a histogram of weight over their upper digit finds the upper digit of the smallest member, and one over the lower
-    digit, of the weights in that bin, the lower one.
+    Equal weights enter by id. A radix selection instead of a sort: bit patterns of weights are in the order of the
+    weights, so histograms of weight over one digit after the other spell the bit pattern of the smallest member.
     """
     bits = weights.view(torch.int32)
     units = (weights * _UNITS).long()
     missing = _share(units, top_p)
-    digits = bits >> _HALF_BITS
-    upper, missing = _cut(digits, units, missing)
-    lower, missing = _cut(bits & (_BINS - 1), units.masked_fill_(digits != upper.int(), 0), missing)
-    smallest = ((upper << _HALF_BITS) | lower).int()
+    smallest = torch.zeros_like(missing)
+    for shift in range(_WEIGHT_BITS - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        digit, missing = _cut((bits >> shift) & (_BINS - 1), units, missing)
+        smallest = (smallest << _DIGIT_BITS) | digit
+        if shift:
+            units.masked_fill_((bits >> shift) != smallest.int(), 0)
+    smallest = smallest.int()
     equal = bits == smallest
     unit = (smallest.view(torch.float32) * _UNITS).long().clamp_(min=1)
     places = ((missing + unit - 1) // unit).int()

@@ -1,0 +1,424 @@
+"""The draw follows its distribution and depends on nothing but its row, its seat and (seed, position)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from llm_engine.request import Request, SamplingParams
+from llm_engine.sampling import Sampled, Sampler, _nucleus, _nucleus_of_sorted
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+examples = settings(max_examples=60, deadline=None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def admit(
+    sampler: Sampler,
+    seat: int,
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    tokens: Sequence[int] = (0,),
+    prompt_len: int = 1,
+    eos: tuple[int, ...] = (),
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> None:
+    request = Request("r", tokens[:prompt_len], params, tokens=list(tokens), prompt_len=prompt_len, seed=seed)
+    sampler.admit(seat, request, eos_token_ids=eos, bad_words_ids=bad_words)
+
+
+def sample(sampler: Sampler, logits: Tensor, seats: Sequence[int], position: int = 0) -> Sampled:
+    index = torch.tensor(seats, dtype=torch.int64)
+    return sampler.sample(logits, list(seats), index, torch.full_like(index, position))
+
+
+def draws(params: SamplingParams, logits: Tensor, count: int, *, position: int = 0, seeds: int = 0) -> Tensor:
+    """`count` draws from one row of logits, with the seeds `seeds`, `seeds` + 1, ..."""
+    sampler = Sampler(250, len(logits), CPU)
+    tokens = []
+    for start in range(0, count, 250):
+        seats = range(min(250, count - start))
+        for seat in seats:
+            admit(sampler, seat, params, seed=seeds + start + seat)
+        tokens.append(sample(sampler, logits.expand(len(seats), -1), seats, position).tokens)
+    return torch.cat(tokens)
+
+
+def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
+    """Pearson's statistic over the tokens with probability, in standard deviations from its mean."""
+    counts = torch.bincount(tokens, minlength=len(probabilities)).double()
+    assert counts[probabilities == 0].sum() == 0
+    expected = probabilities[probabilities > 0].double() * len(tokens)
+    statistic = ((counts[probabilities > 0] - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    return float((statistic - freedom) / (2 * freedom) ** 0.5)
+
+
+def warped(logits: Tensor, *warpers: object) -> Tensor:
+    """Hugging Face's probabilities after `warpers`."""
+    scores, ids = logits[None].float(), torch.zeros(1, 1, dtype=torch.int64)
+    for warper in warpers:
+        scores = warper(ids, scores)
+    return scores.softmax(-1)[0]
+
+
+# ---- the draw
+
+
+@pytest.mark.parametrize(
+    ("params", "warpers"),
+    [
+        (SamplingParams(), []),
+        (SamplingParams(temperature=0.6), [TemperatureLogitsWarper(0.6)]),
+        (SamplingParams(temperature=100.0), [TemperatureLogitsWarper(100.0)]),
+        (SamplingParams(top_k=4), [TopKLogitsWarper(4)]),
+        (SamplingParams(top_p=0.7), [TopPLogitsWarper(0.7)]),
+        (SamplingParams(min_p=0.2), [MinPLogitsWarper(0.2)]),
+        (
+            SamplingParams(temperature=1.5, top_k=8, top_p=0.8, min_p=0.05),
+            [TemperatureLogitsWarper(1.5), TopKLogitsWarper(8), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)],
+        ),
+    ],
+)
+def test_draws_follow_the_distribution(params: SamplingParams, warpers: list[object]) -> None:
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    assert chi_square(draws(params, logits, 20_000), warped(logits, *warpers)) < 4
+
+
+def test_positions_of_one_seed_are_independent_draws() -> None:
+    logits = torch.zeros(8)
+    sampler = Sampler(1, 8, CPU)
+    admit(sampler, 0, SamplingParams(), seed=2**64 - 1)
+    index = torch.zeros(1, dtype=torch.int64)
+    tokens = torch.cat([sampler.sample(logits[None], [0], index, torch.tensor([p])).tokens for p in range(4000)])
+    pairs = tokens[:-1] * 8 + tokens[1:]
+    assert chi_square(tokens, torch.full((8,), 1 / 8)) < 4
+    assert chi_square(pairs, torch.full((64,), 1 / 64)) < 4
+
+
+@pytest.mark.parametrize("seeds", [0, 2**63 - 10_000, 2**64 - 20_000])
+def test_neighbouring_seeds_are_independent(seeds: int) -> None:
+    logits = torch.zeros(8)
+    tokens = draws(SamplingParams(), logits, 20_000, seeds=seeds)
+    assert chi_square(tokens[:-1] * 8 + tokens[1:], torch.full((64,), 1 / 64)) < 4
+
+
+def test_a_seed_at_one_position_says_nothing_of_the_next() -> None:
+    first, second = (draws(SamplingParams(), torch.zeros(8), 20_000, position=p) for p in (0, 1))
+    assert chi_square(first * 8 + second, torch.full((64,), 1 / 64)) < 4
+
+
+def test_all_64_bits_of_a_seed_count() -> None:
+    logits = torch.zeros(2000)
+    sampler = Sampler(1, 2000, CPU)
+    tokens = set()
+    for seed in [0, *(2**bit for bit in range(64))]:
+        admit(sampler, 0, SamplingParams(), seed=seed)
+        tokens.add(int(sample(sampler, logits[None], [0]).tokens))
+    assert len(tokens) > 55
+
+
+def test_noise_never_picks_a_token_without_weight() -> None:
+    logits = torch.full((1000,), -torch.inf)
+    logits[777] = -3.0
+    assert set(draws(SamplingParams(), logits, 500).tolist()) == {777}
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
+    logits = torch.zeros(4001)
+    logits[0] = 20.0  # the others have 4000 / e^20 together: eight in a million
+    count = sum(int((draws(SamplingParams(temperature=2.0), logits, 500, seeds=s) > 0).sum()) for s in (0, 500))
+    assert 120 < count < 190  # temperature 2: 4000 / (4000 + e^10) = 15.4 %
+
+
+# ---- one row is not another's business
+
+MIXED = [
+    GREEDY,
+    SamplingParams(),
+    SamplingParams(top_k=5, temperature=0.9),
+    SamplingParams(top_p=0.9, min_p=0.02, logprobs=3),
+    SamplingParams(temperature=0.0, repetition_penalty=1.7, frequency_penalty=0.4, presence_penalty=-0.3),
+    SamplingParams(top_k=40, top_p=0.5, logit_bias=((3, 4.0), (8, -100.0)), min_tokens=30, stop_token_ids=(5,)),
+    SamplingParams(temperature=1.3, presence_penalty=1.1, repetition_penalty=0.8, top_p=0.95, logprobs=0),
+]
+WORDS = ((7,), (2, 9), (4, 4, 4))
+
+
+def answers(
+    seats: Sequence[int], logits: Tensor, steps: int, start: int = 0, given_tokens: Sequence[Sequence[int]] = ()
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Let `seats` (indices into MIXED) generate together; the tokens and the chosen logprobs bit by bit."""
+    sampler = Sampler(len(MIXED), logits.shape[-1], CPU)
+    tokens = [[1, 2, 3, *(given_tokens[n] if given_tokens else ())] for n in range(len(seats))]
+    for n, seat in enumerate(seats):
+        admit(
+            sampler,
+            seat,
+            MIXED[seat],
+            seed=seat * 11,
+            tokens=tokens[n],
+            prompt_len=3,
+            eos=(6,),
+            bad_words=WORDS if seat % 2 else (),
+        )
+    logprobs = []
+    for step in range(start, steps):
+        out = sample(sampler, logits[step, list(seats)], seats, step)
+        assert not out.bad.any()
+        for n, token in enumerate(out.tokens.tolist()):
+            tokens[n].append(token)
+        if out.logprobs is not None:
+            logprobs.append(out.logprobs.chosen)
+    return [row[3:] for row in tokens], logprobs
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(37, torch.float32), (301, torch.bfloat16), (64, torch.float16)])
+def test_a_rows_tokens_do_not_depend_on_its_neighbours(vocabulary: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(25, len(MIXED), vocabulary, generator=generator) * 3).to(dtype)
+    together, logprobs = answers(range(len(MIXED)), logits, 25)
+    for seat, params in enumerate(MIXED):
+        alone, own = answers([seat], logits, 25)
+        assert alone == [together[seat]]
+        if params.logprobs is not None:
+            assert [float(step[0]) for step in own] == [float(step[seat]) for step in logprobs]
+    backwards, _ = answers(range(len(MIXED) - 1, -1, -1), logits, 25)
+    assert backwards == together[::-1]
+
+
+def test_a_resumed_row_goes_on_as_if_it_had_never_stopped() -> None:
+    logits = torch.randn(24, len(MIXED), 50, generator=torch.Generator().manual_seed(6)) * 2
+    seats = range(len(MIXED))
+    whole, _ = answers(seats, logits, 24)
+    resumed, _ = answers(seats, logits, 24, start=11, given_tokens=[row[:11] for row in whole])
+    assert resumed == whole
+
+
+def test_a_seat_forgets_its_last_request() -> None:
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(7))
+    sampler = Sampler(2, 40, CPU)
+    admit(sampler, 0, SamplingParams(temperature=0.0, frequency_penalty=2.0), tokens=[0, *[1] * 9])
+    admit(sampler, 1, SamplingParams(temperature=0.0, logit_bias=((4, 100.0),), min_tokens=9), bad_words=((1, 2),))
+    for seat in (0, 1):
+        sampler.release(seat)
+        assert sample(sampler, logits, [seat]).tokens == logits.argmax()
+        admit(sampler, seat, GREEDY)
+        admit(sampler, 1 - seat, SamplingParams(temperature=0.0, presence_penalty=1.0, logit_bias=((0, -1.0),)))
+        both = sample(sampler, logits.repeat(2, 1), [seat, 1 - seat])
+        assert both.tokens[0] == logits.argmax()
+
+
+# ---- each stage against a plain reference
+
+vocabularies = st.lists(st.floats(-8, 8, width=16), min_size=2, max_size=24)
+
+
+def kept(params: SamplingParams, logits: Tensor) -> set[int]:
+    """Which tokens survive the stages of `params`: all that many seeds draw."""
+    return set(draws(params, logits, 1000).tolist())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.permutations(list(np.linspace(-1, 1, 9))), st.integers(1, 10), st.floats(0.05, 1.0), st.floats(0, 0.9))
+def test_the_candidates_are_those_of_hugging_face(values: list[float], k: int, p: float, min_p: float) -> None:
+    logits = torch.tensor(values, dtype=torch.float32)
+    params = SamplingParams(top_k=k, top_p=p, min_p=min_p)
+    expected = warped(logits, TopKLogitsWarper(k), TopPLogitsWarper(p), MinPLogitsWarper(min_p))
+    assert kept(params, logits) == set(expected.nonzero().flatten().tolist())
+
+
+def check_nucleus(logits: Tensor, p: float) -> None:
+    """Compare with a plain sort in float64, but for tokens whose place is within the rounding of the sums."""
+    weights = (logits - logits.max()).exp()
+    share = torch.tensor([[p]])
+    exact = weights.double().numpy()
+    order = np.lexsort((np.arange(len(exact)), -exact))
+    before = (np.cumsum(exact[order]) - exact[order]) / exact.sum()
+    clear = np.abs(before - share.double().item()) > 1e-9
+    expected = before < share.double().item()
+    by_id, by_rank = _nucleus(weights[None], share), _nucleus_of_sorted(weights[order.copy()][None], share)
+    got: npt.NDArray[np.bool_] = by_id[0].numpy()[order]
+    assert (got == expected)[clear].all()
+    assert got[0]
+    assert (by_rank[0].numpy() == got).all()
+
+
+@examples
+@given(st.lists(st.floats(-8, 8, width=16), min_size=2, max_size=24), st.floats(1e-9, 1.0))
+def test_top_p_keeps_the_smallest_set_with_its_share_and_equals_by_id(values: list[float], p: float) -> None:
+    check_nucleus(torch.tensor(values), p)
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.9, 0.999, 0.9999999])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 4.0])
+def test_top_p_is_exact_over_a_real_vocabulary_with_many_equals(spread: float, p: float) -> None:
+    logits = torch.randn(49152, generator=torch.Generator().manual_seed(10)) * spread
+    check_nucleus(logits.bfloat16().float(), p)
+
+
+def test_top_k_keeps_exactly_k_and_equals_by_id() -> None:
+    logits = torch.tensor([1.0, 2.0, 2.0, 0.0, 2.0, 2.0], dtype=torch.bfloat16)
+    assert kept(SamplingParams(top_k=2), logits) == {1, 2}
+    assert kept(SamplingParams(top_k=5), logits) == {0, 1, 2, 4, 5}
+    assert kept(SamplingParams(top_k=600), logits) == set(range(6))
+
+
+def test_a_tiny_top_p_is_greedy() -> None:
+    logits = torch.tensor([0.5, 3.0, 3.0, 1.0])
+    assert set(draws(SamplingParams(top_p=1e-9), logits, 300).tolist()) == {1}
+    assert set(draws(SamplingParams(top_p=1e-9, top_k=3), logits, 300).tolist()) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-5, 1e-4])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([0.5, 3.0, 3.5, 1.0]) * 1000
+    for params in (SamplingParams(temperature=temperature), SamplingParams(temperature=temperature, top_p=0.5)):
+        assert set(draws(params, logits, 300).tolist()) == {2}
+
+
+def test_min_p_one_keeps_the_best_alone() -> None:
+    assert kept(SamplingParams(min_p=1.0), torch.tensor([0.0, 2.0, 1.99, 1.0])) == {1}
+
+
+@examples
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=12), st.floats(0.3, 3.0), st.integers(0, 99))
+def test_the_repetition_penalty_is_hugging_faces(tokens: list[int], penalty: float, seed: int) -> None:
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed))
+    sampler = Sampler(1, 12, CPU)
+    admit(sampler, 0, SamplingParams(temperature=0.0, repetition_penalty=penalty), tokens=tokens)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits)
+    assert sample(sampler, logits, [0]).tokens == expected.argmax()
+
+
+def test_presence_and_frequency_penalties_count_the_answer_alone() -> None:
+    sampler = Sampler(1, 6, CPU)
+    params = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
+    admit(sampler, 0, params, tokens=[5, 5, 5, 1], prompt_len=3)
+    logits = torch.tensor([[0.0, 2.0, 1.9, -1.0, 0.1, 1.45]])
+    counts = np.array([0, 1, 0, 0, 0, 0])
+    for step in range(12):
+        expected = int(np.argmax(logits[0].numpy() - 0.25 * counts - 0.5 * (counts > 0)))
+        assert sample(sampler, logits, [0], step + 1).tokens == expected
+        counts[expected] += 1
+    assert counts[5] > 0
+
+
+@examples
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 99))
+def test_bad_words_are_hugging_faces(tokens: list[int], seed: int) -> None:
+    words = ((0,), (1, 2), (3, 3, 1), (2, 1, 0, 3), (1, 1))
+    generator = torch.Generator().manual_seed(seed)
+    sampler = Sampler(2, 4, CPU)
+    admit(sampler, 1, GREEDY, tokens=tokens, prompt_len=1, bad_words=((1,),))  # the tables grow under it
+    admit(sampler, 0, GREEDY, tokens=tokens, prompt_len=1, bad_words=words)
+    oracle = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=None)
+    ids = list(tokens)
+    for step in range(12):
+        logits = torch.randn(1, 4, generator=generator)
+        expected = oracle(torch.tensor([ids]), logits)
+        out = sample(sampler, logits.repeat(2, 1), [0, 1], len(ids) - 1 + step)
+        assert bool(out.bad[0]) == bool(expected.isinf().all())
+        if not out.bad[0]:
+            assert out.tokens[0] == expected.argmax()
+        assert out.tokens[1] == logits.index_fill(1, torch.tensor([1]), -torch.inf).argmax()
+        ids.append(int(out.tokens[0]))
+
+
+def test_an_answer_does_not_end_before_min_tokens() -> None:
+    logits = torch.tensor([[0.0, 9.0, 8.0, 7.0, 1.0]])
+    sampler = Sampler(1, 5, CPU)
+    for ignore_eos, early in ((False, 3), (True, 1)):
+        params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(2,), ignore_eos=ignore_eos)
+        admit(sampler, 0, params, eos=(1,))
+        assert [int(sample(sampler, logits, [0], p).tokens) for p in range(5)] == [early, early, early, 1, 1]
+
+
+def test_logit_bias_is_added_before_all_else() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    sampler = Sampler(1, 4, CPU)
+    bias = ((0, 2.5), (0, 1.0), (3, -100.0))
+    admit(sampler, 0, SamplingParams(temperature=0.0, logit_bias=bias))
+    assert sample(sampler, logits, [0]).tokens == 0
+    admit(sampler, 0, SamplingParams(temperature=0.0, logit_bias=bias, repetition_penalty=2.0), tokens=[0])
+    assert sample(sampler, logits, [0]).tokens == 2
+
+
+# ---- greedy, bad rows, logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [2, 17, 1003, 49152])
+def test_greedy_is_argmax_and_the_lowest_id_of_equals(dtype: torch.dtype, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randint(0, 3, (4, vocabulary), generator=generator).to(dtype)
+    sampler = Sampler(4, vocabulary, CPU)
+    expected = np.argmax(logits.float().numpy(), axis=1).tolist()
+    assert sample(sampler, logits, range(4)).tokens.tolist() == expected
+    admit(sampler, 3, SamplingParams(frequency_penalty=1.0))
+    assert sample(sampler, logits, range(4)).tokens.tolist()[:3] == expected[:3]
+
+
+@pytest.mark.parametrize("params", [*MIXED, SamplingParams(top_p=0.5)])
+def test_a_bad_row_is_reported_and_its_neighbours_are_not(params: SamplingParams) -> None:
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(8))
+    logits[0, 11] = torch.nan
+    logits[1] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 4] = torch.inf
+    before = logits.clone()
+    sampler = Sampler(5, 30, CPU)
+    for seat in range(5):
+        admit(sampler, seat, params)
+    out = sample(sampler, logits, range(5))
+    assert out.bad.tolist() == [True, True, True, True, False]
+    assert ((out.tokens >= 0) & (out.tokens < 30)).all()
+    assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
+    logits = (torch.randn(3, 40, generator=torch.Generator().manual_seed(9)) * 2).to(dtype)
+    sampler = Sampler(3, 40, CPU)
+    admit(sampler, 0, SamplingParams(temperature=0.3, top_k=3, logprobs=2))
+    admit(sampler, 1, SamplingParams(temperature=0.0, logit_bias=((6, 100.0),), logprobs=5))
+    out = sample(sampler, logits, range(3))
+    assert out.logprobs is not None
+    expected = logits.float().log_softmax(-1)
+    for row, token in enumerate(out.tokens.tolist()):
+        assert torch.isclose(out.logprobs.chosen[row], expected[row, token])
+        assert out.logprobs.rank[row] == 1 + (logits[row] > logits[row, token]).sum()
+        ids = sorted(range(40), key=lambda i: (-float(logits[row, i]), i))[:5]
+        assert out.logprobs.top_ids[row].tolist() == ids
+        assert torch.allclose(out.logprobs.top[row], expected[row, ids])
+    assert out.tokens[1] == 6
+
+
+def test_logprobs_are_made_only_when_asked_for() -> None:
+    sampler = Sampler(1, 9, CPU)
+    assert sample(sampler, torch.randn(1, 9), [0]).logprobs is None
+    admit(sampler, 0, SamplingParams(logprobs=0))
+    out = sample(sampler, torch.randn(1, 9), [0]).logprobs
+    assert out is not None
+    assert out.top_ids.shape == (1, 0)
