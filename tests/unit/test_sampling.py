@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from llm_engine.request import Request, SamplingParams
-from llm_engine.sampling import Sampled, Sampler, _nucleus, _nucleus_of_sorted
+from llm_engine.sampling import Sampled, Sampler, _mix64, _nucleus, _nucleus_of_sorted
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -139,6 +139,17 @@ def test_all_64_bits_of_a_seed_count() -> None:
     assert len(tokens) > 55
 
 
+def test_the_row_key_is_splitmix64() -> None:
+    gamma = 0x9E3779B97F4A7C15 - 2**64
+    outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # of the generator seeded with 0
+    assert [int(x) % 2**64 for x in _mix64(torch.arange(1, 4) * gamma)] == outputs
+
+
+def test_a_seed_means_the_same_tokens_in_every_version() -> None:
+    """A stream may be resumed on another server, so these numbers never change."""
+    assert draws(SamplingParams(), torch.zeros(1000), 6, position=3).tolist() == [675, 702, 684, 584, 429, 4]
+
+
 def test_noise_never_picks_a_token_without_weight() -> None:
     logits = torch.full((1000,), -torch.inf)
     logits[777] = -3.0
@@ -228,6 +239,9 @@ def test_a_seat_forgets_its_last_request() -> None:
         admit(sampler, 1 - seat, SamplingParams(temperature=0.0, presence_penalty=1.0, logit_bias=((0, -1.0),)))
         both = sample(sampler, logits.repeat(2, 1), [seat, 1 - seat])
         assert both.tokens[0] == logits.argmax()
+    for tokens, expected in (([0, *[int(logits.argmax())] * 9], False), ([0], True)):
+        admit(sampler, 0, SamplingParams(temperature=0.0, frequency_penalty=2.0), tokens=tokens)
+        assert bool(sample(sampler, logits, [0], 9).tokens == logits.argmax()) is expected
 
 
 # ---- each stage against a plain reference
@@ -278,6 +292,12 @@ def test_top_p_is_exact_over_a_real_vocabulary_with_many_equals(spread: float, p
     check_nucleus(logits.bfloat16().float(), p)
 
 
+def test_top_p_stops_at_exactly_its_share() -> None:
+    weights, share = torch.tensor([[0.5, 1.0, 0.25, 0.25]]), torch.tensor([[0.75]])
+    assert _nucleus(weights, share).tolist() == [[True, True, False, False]]
+    assert _nucleus(weights, torch.tensor([[0.5]])).tolist() == [[False, True, False, False]]
+
+
 def test_top_k_keeps_exactly_k_and_equals_by_id() -> None:
     logits = torch.tensor([1.0, 2.0, 2.0, 0.0, 2.0, 2.0], dtype=torch.bfloat16)
     assert kept(SamplingParams(top_k=2), logits) == {1, 2}
@@ -305,7 +325,7 @@ def test_min_p_one_keeps_the_best_alone() -> None:
 @examples
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=12), st.floats(0.3, 3.0), st.integers(0, 99))
 def test_the_repetition_penalty_is_hugging_faces(tokens: list[int], penalty: float, seed: int) -> None:
-    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed))
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed)) - seed % 3
     sampler = Sampler(1, 12, CPU)
     admit(sampler, 0, SamplingParams(temperature=0.0, repetition_penalty=penalty), tokens=tokens)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits)

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import chain, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -126,6 +126,7 @@ def test_a_character_that_the_prompt_left_unfinished_belongs_to_the_answer(
 
 
 @examples
+@example("DÀ")
 @given(st.text(min_size=1, max_size=30))
 def test_a_character_appears_with_the_token_that_completes_it(text: str) -> None:
     tokenizer = byte_level()

@@ -55,7 +55,10 @@ class Detokenizer:
         if not text.endswith(_BROKEN):
             return self._settle()
         if len(self._window) - self._read < _LONGEST:
-            return ""
+            settled = text.rstrip(_BROKEN)
+            if fresh := self._fresh(settled):
+                self._sent = settled
+            return fresh
         # Too many tokens for one character, so some bytes are wrong for good. Only the last U+FFFD may still change.
         fresh = self._fresh(text[:-1])
         self._window = self._window[-_LONGEST:]
