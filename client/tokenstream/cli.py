@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +31,7 @@ from .errors import (
     StreamTimeout,
     TokenstreamError,
 )
-from .params import Sampling
+from .params import DEFAULT_URL, Sampling
 from .timeouts import Timeout
 
 if TYPE_CHECKING:
@@ -80,14 +81,14 @@ def generate(
     json_lines: Annotated[
         bool, typer.Option("--json", help="One JSON object per response, and one at the end.")
     ] = False,
-    url: Url = "127.0.0.1:8001",
+    url: Url = DEFAULT_URL,
     model: ModelName = "llm",
     timeout: Seconds = None,
 ) -> None:
     """Answer one prompt, printed as it is made; timing goes to standard error."""
     sampling = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
     with _one_line_errors(), _client(url, model, timeout) as client:
-        text = _standard_input() if prompt == "-" else prompt
+        text = sys.stdin.read() if prompt == "-" else prompt
         stream = client.stream(text, **sampling) if raw else client.chat(_message(text), **sampling)
         _show(stream, json_lines=json_lines)
 
@@ -101,7 +102,7 @@ def chat(
     top_k: TopK = None,
     seed: Seed = None,
     stop: Stop = None,
-    url: Url = "127.0.0.1:8001",
+    url: Url = DEFAULT_URL,
     model: ModelName = "llm",
     timeout: Seconds = None,
 ) -> None:
@@ -122,7 +123,7 @@ def chat(
 
 @app.command()
 def probe(
-    url: Url = "127.0.0.1:8001",
+    url: Url = DEFAULT_URL,
     model: ModelName = "llm",
     timeout: Annotated[float, typer.Option(help="Seconds within which one token must arrive.")] = 5.0,
 ) -> None:
@@ -199,9 +200,11 @@ def new_model(
 
 def main() -> None:
     """The console command."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a model may write what the terminal's encoding lacks
-            stream.reconfigure(errors="replace")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log lines would stand beside our one line
+    # A model may write what the terminal's encoding lacks; what is read and is no text is refused where it is sent.
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
     app()
 
 
@@ -229,13 +232,6 @@ def _sampling(
 
 def _message(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"standard input is not text: {error.reason}") from error
 
 
 def _show(stream: TokenStream, *, json_lines: bool = False) -> float:

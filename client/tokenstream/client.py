@@ -6,6 +6,7 @@ It does not know the model, its tokenizer or its limits: the server checks value
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -28,7 +29,7 @@ from .errors import (
     from_status,
     reason_of,
 )
-from .params import Sampling, draw_seed, sampling_json
+from .params import DEFAULT_URL, Sampling, draw_seed, sampling_json
 from .results import Completion, ServerInfo
 from .stream import Call, TokenStream
 from .timeouts import Timeout
@@ -39,7 +40,8 @@ _POLL_FIRST, _POLL_MOST = 0.05, 1.0  # seconds between questions for readiness, 
 class Client:
     """Talks to one model of one Triton server. Safe to share between threads; close it, or use it in a `with` block.
 
-    `url` is HOST:PORT of Triton's gRPC endpoint. `timeout` holds for requests that bring none of their own.
+    `url` is HOST:PORT of Triton's gRPC endpoint; unset, the environment's TOKENSTREAM_URL, else 127.0.0.1:8001.
+    `timeout` holds for requests that bring none of their own.
     `keepalive`: seconds between pings on a silent connection. They find a dead peer sooner, but a server that was not
     started with a smaller `--grpc-http2-min-recv-ping-interval-without-data` hangs up on whoever pings: so None
     (no pings) is the default.
@@ -48,12 +50,13 @@ class Client:
 
     def __init__(
         self,
-        url: str = "127.0.0.1:8001",
+        url: str | None = None,
         *,
         model: str = "llm",
         timeout: Timeout | None = None,
         keepalive: float | None = None,
     ) -> None:
+        url = url or os.environ.get("TOKENSTREAM_URL") or DEFAULT_URL
         if "://" in url:
             raise ValueError(f"the url is HOST:PORT of Triton's gRPC endpoint (8001 by default), got {url!r}")
         self.url = url

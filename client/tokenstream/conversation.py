@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .display import write
+from .display import timing_line, write
 from .params import Sampling
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Conversation:
             finally:
                 if stream.text:
                     write("\n")
+            reason = stream.finish_reason or "cancelled"
+            sys.stderr.write(timing_line(stream.stats, stream.usage, reason) + "\n")
             return stream.text
 
 

@@ -8,15 +8,17 @@
     │   ├── IdleTimeout
     │   └── TotalTimeout
     ├── IncompleteStream                             cut without a terminal event
-    └── ServerError                                  the server said no, or ended the answer
-        ├── InvalidRequest
-        │   └── ResumeMismatch                       this server's answer would differ from the one begun
-        ├── ModelNotFound
-        ├── Overloaded                               refused at once, or too long in the queue
-        ├── NotReady
-        ├── Draining                                 going away: ask another server
-        ├── Cancelled
-        └── InternalError                            its fault, or an answer that breaks the protocol
+    ├── ServerError                                  the server said no, or ended the answer
+    │   ├── InvalidRequest
+    │   │   └── ResumeMismatch                       this server's answer would differ from the one begun
+    │   ├── ModelNotFound
+    │   ├── Overloaded                               refused at once, or too long in the queue
+    │   ├── NotReady
+    │   ├── Draining                                 going away: ask another server
+    │   ├── Cancelled
+    │   └── InternalError                            its fault, or an answer that breaks the protocol
+    └── SetupError (in `diagnosis`)                  a server cannot be started on this machine
+        └── ServerFailed                             it was started, and ended or never became ready
 
 Each carries what had arrived (`text`, `token_ids`) and the `request_id`, so nothing received is lost.
 It does not know who raises: gRPC's exceptions are handed in as a status name and a text, and never escape this package.

@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+DEFAULT_URL = "127.0.0.1:8001"  # where Triton's gRPC endpoint is if nothing else is said
+
 
 class Sampling(TypedDict, total=False):
     """Keywords of `stream`, `generate` and `chat`; what is left out (or None) is the model's default."""

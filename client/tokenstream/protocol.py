@@ -81,7 +81,8 @@ def generate_request(
         _add_ids(request, "input_ids", prompt.input_ids)
     _add_string(request, "sampling_parameters", sampling_parameters)
     if priority is not None:
-        request.parameters["priority"].uint64_param = priority
+        request.parameters["priority"].uint64_param = priority  # Triton keeps it to itself, for its queue
+        request.parameters["llm_priority"].int64_param = priority  # the engine's copy
     if timeout is not None:
         request.parameters["timeout"].int64_param = max(1, int(timeout * 1e6))
     return request
@@ -137,7 +138,7 @@ def _add_string(request: pb.ModelInferRequest, name: str, text: str) -> None:
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{name} holds half a character (lone surrogate) at {error.start}") from None
+        raise InvalidRequest(f"{name} is not Unicode text: half a character at position {error.start}") from None
     request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
     request.raw_input_contents.append(struct.pack("<I", len(data)) + data)
 

@@ -65,6 +65,7 @@ def test_priority_and_timeout_are_sent_only_when_given():
     assert set(request(Prompt(text="x")).parameters) == {"triton_enable_empty_final_response"}
     made = request(Prompt(text="x"), priority=1, timeout=2.5)
     assert made.parameters["priority"].uint64_param == 1
+    assert made.parameters["llm_priority"].int64_param == 1
     assert made.parameters["timeout"].int64_param == 2_500_000
 
 
@@ -75,7 +76,7 @@ def test_token_ids_that_do_not_fit_are_refused_by_name(ids):
 
 
 def test_half_a_character_is_refused_before_it_is_sent():
-    with pytest.raises(InvalidRequest, match="text_input holds half a character"):
+    with pytest.raises(InvalidRequest, match="text_input is not Unicode text"):
         request(Prompt(text="a\ud83c"))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -203,7 +203,7 @@ def test_a_stream_cut_without_a_reason_is_incomplete_and_keeps_its_text(serve, e
     server, client = serve(script)
     server.awaits_half_close = False
     with pytest.raises(IncompleteStream) as caught:
-        client.generate("x", request_id="cut")
+        list(client.stream("x", request_id="cut"))
     assert (caught.value.text, caught.value.token_ids, caught.value.request_id) == ("one two", (1, 2), "cut")
 
 
@@ -247,7 +247,11 @@ def test_the_first_token_clock_runs_from_sending_and_cancels(serve):
 
 
 def test_the_idle_clock_starts_with_the_first_response(serve):
-    server, client = serve(hold, timeout=Timeout(first_token=WAIT, idle=0.05))
+    def script(request, call):
+        call.over.wait(0.2)  # a prefill longer than the idle clock
+        yield from hold(request, call)
+
+    server, client = serve(script, timeout=Timeout(first_token=WAIT, idle=0.05))
     stream = client.stream("x")
     assert next(stream).text == "one"
     with pytest.raises(IdleTimeout) as caught:
@@ -339,15 +343,22 @@ def test_cancel_from_another_thread_wakes_the_consumer(serve):
     assert server.calls[0].over.wait(WAIT)
 
 
-def test_no_thread_outlives_its_stream(serve):
-    _, client = serve(answer("a", "b"))
-    client.generate("x")
-    for _ in range(5):
-        client.generate("x")
-    end = time.monotonic() + WAIT
-    while readers := [thread for thread in threading.enumerate() if thread.name == "tokenstream-reader"]:
-        assert time.monotonic() < end
-        readers[0].join(WAIT)
+@pytest.mark.parametrize("cut", [False, True])
+def test_no_thread_outlives_its_stream_however_it_ends(serve, cut):
+    def script(request, call):
+        if cut:
+            call.context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        yield from answer("a", "b")(request, call)
+
+    _, client = serve(script)
+    before = set(threading.enumerate())
+    for _ in range(3):
+        with contextlib.suppress(IncompleteStream):
+            client.generate("x")
+    for thread in set(threading.enumerate()) - before:
+        if not thread.name.startswith("ThreadPoolExecutor"):  # the scripted server's own
+            thread.join(WAIT)
+            assert not thread.is_alive()
 
 
 def test_many_threads_share_one_client(serve):
