@@ -233,8 +233,6 @@ def test_a_seat_forgets_its_last_request() -> None:
     admit(sampler, 0, SamplingParams(temperature=0.0, frequency_penalty=2.0), tokens=[0, *[1] * 9])
     admit(sampler, 1, SamplingParams(temperature=0.0, logit_bias=((4, 100.0),), min_tokens=9), bad_words=((1, 2),))
     for seat in (0, 1):
-        sampler.release(seat)
-        assert sample(sampler, logits, [seat]).tokens == logits.argmax()
         admit(sampler, seat, GREEDY)
         admit(sampler, 1 - seat, SamplingParams(temperature=0.0, presence_penalty=1.0, logit_bias=((0, -1.0),)))
         both = sample(sampler, logits.repeat(2, 1), [seat, 1 - seat])

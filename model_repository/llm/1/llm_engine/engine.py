@@ -35,10 +35,9 @@ from .request import (
     SamplingParams,
     Status,
     Timings,
-    check_token_ids,
 )
 from .runner import Drawn, InFlight, Runner
-from .scheduler import Scheduler
+from .scheduler import Chunk, Scheduler
 from .text import TextStream
 
 log = logging.getLogger(__name__)
@@ -105,13 +104,15 @@ class Engine:
             self.metrics.rejected += 1
             raise
         if ended is not None:
-            emit([self._delta(request, "", (), finish_reason=ended)])
+            _hand_out(emit, [self._delta(request, "", (), finish_reason=ended)])
             return
         with self._room:
             if self._closed:
                 raise RequestError("the engine is closed", Code.UNAVAILABLE)
             if request.id in self._live:
                 raise RequestError(f"request id {request.id!r} is already in use")
+            if not self._live:
+                self.heartbeat = time.monotonic()  # idle until now: the thread has had nothing to finish
             self._live[request.id] = request
         self._inbox.put(request)
 
@@ -130,27 +131,7 @@ class Engine:
 
     def info(self) -> dict[str, Any]:
         """What a client may want to know before it sends anything."""
-        import torch
-        import transformers
-
-        config = self.config
-        return {
-            "model": config.model,
-            "device": str(self._loaded.device),
-            "dtype": config.dtype,
-            "exact": self._loaded.exact,
-            "digest": self._loaded.digest,
-            "vocab_size": self._loaded.vocab_size,
-            "max_context": config.max_context,
-            "max_sequences": config.max_sequences,
-            "max_step_tokens": config.max_step_tokens,
-            "block_size": config.block_size,
-            "kv_tokens": config.kv_tokens,
-            "threads": config.threads,
-            "chat": bool(self._loaded.tokenizer.chat_template),
-            "eos_token_ids": list(self._loaded.eos_token_ids),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        }
+        return self._loaded.info()
 
     def close(self, timeout: float = 30.0) -> None:
         """End all live requests with UNAVAILABLE and the thread with them. Again: no effect."""
@@ -165,22 +146,8 @@ class Engine:
 
     def _admit_checked(self, request: Request) -> FinishReason | None:
         """Check a request and fill in the engine's fields; return a reason if its resumed answer has ended already."""
-        loaded, limit = self._loaded, self.config.max_context
-        check_token_ids("input_ids", request.prompt_ids, loaded.vocab_size)
-        check_token_ids("resume_token_ids", request.resume_token_ids, loaded.vocab_size)
-        request.params.check_vocabulary(loaded.vocab_size)
-        prompt, resumed = len(request.prompt_ids), len(request.resume_token_ids)
-        if not prompt:
-            raise RequestError("the prompt is empty; send at least one token")
-        if prompt >= limit:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; at most {limit - 1} fit, for the context is {limit} with the answer"
-            )
-        request.max_total = min(limit, prompt + (request.params.max_tokens or limit))
-        if prompt + resumed > request.max_total:
-            raise RequestError(
-                f"resume_token_ids holds {resumed} tokens; at most {request.max_total - prompt} fit behind the prompt"
-            )
+        loaded = self._loaded
+        self.prompts.check(request)
         request.fingerprint = _fingerprint(loaded.digest, request.prompt_ids)
         if request.resume_fingerprint not in (None, request.fingerprint):
             raise RequestError(
@@ -188,7 +155,7 @@ class Engine:
                 f"got {request.resume_fingerprint}"
             )
         request.seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        request.prompt_len = prompt
+        request.prompt_len = len(request.prompt_ids)
         request.tokens = [*request.prompt_ids, *request.resume_token_ids]
         request.text = TextStream(loaded.tokenizer, request.prompt_ids, request.params)
         return self._replay(request)
@@ -243,7 +210,7 @@ class Engine:
                         if request := self._live.get(message.request_id):
                             self.metrics.cancelled += 1
                             self._end(request, RequestError("the request was cancelled", Code.CANCELLED))
-                    case Request():
+                    case Request() if message.status is not Status.FINISHED:  # ended before it was read
                         self._scheduler.add(message)
                         self.metrics.prompt_tokens += message.prompt_len
         except Empty:
@@ -267,7 +234,7 @@ class Engine:
         for request in plan.admitted:
             if request.preemptions == 0:  # later it finds its own blocks, which is no merit of the cache
                 self.metrics.prefix_hit_tokens += request.cached_tokens
-            self._runner.admit(request, self.prompts.bad_words(request.params.bad_words))
+            self._runner.admit(request)
         if not plan.chunks:
             return None
         self.metrics.steps += 1
@@ -278,20 +245,33 @@ class Engine:
         """Wait for a step, append its tokens, end what has ended, and hand out the deltas, one list per reader."""
         drawn = iter(self._runner.collect(step))
         outbox: dict[Emit, list[Delta]] = {}
-        for chunk in step.plan.chunks:
-            request, draw = chunk.request, next(drawn) if chunk.samples else None
-            if request.status is Status.FINISHED:
-                continue
-            if draw is not None and not draw.sound:
-                self.metrics.failed += 1
-                self._pool.forget(request.blocks)
-                self._end(request, RequestError("the model computed NaN for this request", Code.INTERNAL))
-                continue
-            self._scheduler.confirm(chunk)
-            if draw is not None:
-                outbox.setdefault(request.emit, []).append(self._advance(request, draw))
-        for emit, deltas in outbox.items():
-            emit(deltas)
+        try:
+            for chunk in step.plan.chunks:
+                draw = next(drawn) if chunk.samples else None
+                if chunk.request.status is not Status.FINISHED and (delta := self._settle(chunk, draw)):
+                    outbox.setdefault(chunk.request.emit, []).append(delta)
+        finally:  # a request whose last delta lies in the outbox is no longer live: nobody else would end it
+            for emit, deltas in outbox.items():
+                _hand_out(emit, deltas)
+
+    def _settle(self, chunk: Chunk, draw: Drawn | None) -> Delta | None:
+        """Take note of a computed chunk; return the delta of its token, if it drew one and the request lives on."""
+        request = chunk.request
+        if draw is not None and not draw.sound:
+            self.metrics.failed += 1
+            self._pool.forget(request.blocks)
+            self._end(request, RequestError("the model computed NaN for this request", Code.INTERNAL))
+            return None
+        self._scheduler.confirm(chunk)
+        if draw is None:
+            return None
+        try:
+            return self._advance(request, draw)
+        except Exception as error:  # its text failed, say; its neighbours have nothing to do with it
+            log.exception("request %s failed", request.id)
+            self.metrics.failed += 1
+            self._end(request, _internal("the answer failed", error))
+            return None
 
     def _advance(self, request: Request, drawn: Drawn) -> Delta:
         """Append a drawn token and return its delta, terminal if the answer ends with it."""
@@ -299,13 +279,10 @@ class Engine:
         request.tokens.append(drawn.token)
         request.in_flight -= 1
         first = request.first_token_at == 0.0
+        self.metrics.count_token(request, now)
         if first:
             request.first_token_at = now
-            self.metrics.time_to_first_token_seconds.observe(now - request.arrived_at)
-        else:
-            self.metrics.inter_token_latency_seconds.observe(now - request.last_token_at)
         request.last_token_at = now
-        self.metrics.generation_tokens += 1
         ends = self._ends(request.params, drawn.token)
         text = request.text.push(drawn.token, is_end=ends)
         reason = None
@@ -318,19 +295,9 @@ class Engine:
         delta = self._delta(request, text, (drawn.token,), drawn=drawn, finish_reason=reason, first=first)
         request.emitted += 1
         if reason is not None:
-            self._count_finished(request, reason, now)
+            self.metrics.count_finished(request, reason, now)
             self._forget(request)
         return delta
-
-    def _count_finished(self, request: Request, reason: FinishReason, now: float) -> None:
-        metrics = self.metrics
-        if reason is FinishReason.STOP:
-            metrics.stopped += 1
-        else:
-            metrics.limited += 1
-        metrics.queue_seconds.observe(request.admitted_at - request.arrived_at)
-        metrics.prefill_seconds.observe(request.first_token_at - request.admitted_at)
-        metrics.e2e_request_latency_seconds.observe(now - request.arrived_at)
 
     def _delta(
         self,
@@ -373,7 +340,7 @@ class Engine:
         """End a live request with an error delta."""
         self._forget(request)
         delta = self._delta(request, "", (), first=False)
-        request.emit([replace(delta, error=error, timings=self._timings(request))])
+        _hand_out(request.emit, [replace(delta, error=error, timings=self._timings(request))])
 
     def _forget(self, request: Request) -> None:
         """Free what a request holds; it is no longer live."""
@@ -386,8 +353,7 @@ class Engine:
 
     def _fail(self, error: Exception, *steps: InFlight | None) -> None:
         """End the requests whose step failed: those of the launched steps, and whoever holds a seat."""
-        told = (str(error).strip().splitlines() or [""])[0]
-        reason = RequestError(f"the step failed: {type(error).__name__}: {told}"[:300], Code.INTERNAL)
+        reason = _internal("the step failed", error)
         launched = [chunk.request for step in steps if step is not None for chunk in step.plan.chunks]
         for request in dict.fromkeys([*launched, *self._scheduler.running]):
             if request.status is not Status.FINISHED:
@@ -406,6 +372,18 @@ class Engine:
 
     def _ends(self, params: SamplingParams, token: int) -> bool:
         return token in params.stop_token_ids or (not params.ignore_eos and token in self._loaded.eos_token_ids)
+
+
+def _hand_out(emit: Emit, deltas: list[Delta]) -> None:
+    try:
+        emit(deltas)
+    except Exception:  # a reader's fault must not reach the other readers
+        log.exception("a reader refused its deltas")
+
+
+def _internal(what: str, error: Exception) -> RequestError:
+    told = (str(error).strip().splitlines() or [""])[0]
+    return RequestError(f"{what}: {type(error).__name__}: {told}"[:300], Code.INTERNAL)
 
 
 def _fingerprint(digest: str, prompt_ids: Sequence[int]) -> str:

@@ -63,6 +63,29 @@ class LoadedModel:
         )
         return cast(Tensor, out.logits[0])
 
+    def info(self) -> dict[str, Any]:
+        """What a client may want to know before it sends anything, ready for JSON."""
+        import transformers
+
+        config = self.config
+        return {
+            "model": config.model,
+            "device": str(self.device),
+            "dtype": config.dtype,
+            "exact": self.exact,
+            "digest": self.digest,
+            "vocab_size": self.vocab_size,
+            "max_context": config.max_context,
+            "max_sequences": config.max_sequences,
+            "max_step_tokens": config.max_step_tokens,
+            "block_size": config.block_size,
+            "kv_tokens": config.kv_tokens,
+            "threads": config.threads,
+            "chat": bool(self.tokenizer.chat_template),
+            "eos_token_ids": list(self.eos_token_ids),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+
 
 def load(config: EngineConfig) -> LoadedModel:
     """Load the model that `config` names. Raises ConfigError with the reason and the cure."""

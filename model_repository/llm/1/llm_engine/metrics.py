@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from .request import FinishReason, Request
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
@@ -55,3 +57,21 @@ class Metrics:
     time_to_first_token_seconds: Histogram = field(default_factory=Histogram)
     inter_token_latency_seconds: Histogram = field(default_factory=Histogram)
     e2e_request_latency_seconds: Histogram = field(default_factory=Histogram)
+
+    def count_token(self, request: Request, now: float) -> None:
+        """Count a token drawn at `now` (monotonic seconds), before the request notes its time."""
+        self.generation_tokens += 1
+        if request.first_token_at == 0.0:
+            self.time_to_first_token_seconds.observe(now - request.arrived_at)
+        else:
+            self.inter_token_latency_seconds.observe(now - request.last_token_at)
+
+    def count_finished(self, request: Request, reason: FinishReason, now: float) -> None:
+        """Count an answer that ended well at `now` (monotonic seconds)."""
+        if reason is FinishReason.STOP:
+            self.stopped += 1
+        else:
+            self.limited += 1
+        self.queue_seconds.observe(request.admitted_at - request.arrived_at)
+        self.prefill_seconds.observe(request.first_token_at - request.admitted_at)
+        self.e2e_request_latency_seconds.observe(now - request.arrived_at)

@@ -134,6 +134,15 @@ class SamplingParams:
         check_token_ids("logit_bias", [token for token, _ in self.logit_bias], size)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8; JSON can carry halves of surrogate pairs, which tokenizers raise at."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_token_ids(field_name: str, ids: Sequence[int], size: int) -> None:
     """Refuse ids outside [0, size): RequestError naming the field and the first such id."""
     for token in ids:
@@ -213,17 +222,19 @@ class Request:
     priority: int = 2
     cache_salt: str = ""
 
-    emit: Emit = field(init=False)
+    emit: Emit = field(init=False, repr=False)
     tokens: list[int] = field(default_factory=list)
     prompt_len: int = 0
     max_total: int = 0  # tokens (prompt and answer) at which the answer ends with `length`
     seed: int = 0
     fingerprint: str = ""
-    text: TextStream = field(init=False)
+    text: TextStream = field(init=False, repr=False)
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
     status: Status = Status.WAITING
     seat: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    confirmed: int = 0  # leading tokens whose KV is known to be sound
     in_flight: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
@@ -263,6 +274,8 @@ def _strings(name: str, values: tuple[str, ...], limit: int) -> None:
     for value in values:
         if not value:
             raise RequestError(f"{name} must not hold an empty string")
+        if not is_unicode(value):
+            raise RequestError(f"{name} holds half of a surrogate pair, which is no character")
         if (size := len(value.encode())) > MAX_STOP_BYTES:
             raise RequestError(f"{name} may hold strings of at most {MAX_STOP_BYTES} bytes, got {size}")
 

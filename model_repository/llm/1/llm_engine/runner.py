@@ -50,13 +50,11 @@ class Runner:
         self._builder = BatchBuilder(loaded.config.block_size, cache.zero_slot, cache.scratch_slot, self._last_token)
         self._sampler = Sampler(seats, loaded.vocab_size, loaded.device)
 
-    def admit(self, request: Request, bad_words_ids: tuple[tuple[int, ...], ...]) -> None:
+    def admit(self, request: Request) -> None:
         """Write the state of the seat that `request` has just been given."""
-        self._sampler.admit(request.seat, request, eos_token_ids=self.loaded.eos_token_ids, bad_words_ids=bad_words_ids)
-
-    def release(self, seat: int) -> None:
-        """Forget the state of a seat."""
-        self._sampler.release(seat)
+        self._sampler.admit(
+            request.seat, request, eos_token_ids=self.loaded.eos_token_ids, bad_words_ids=request.bad_words_ids
+        )
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlight:
@@ -108,12 +106,11 @@ class Runner:
         for temperature in (0.0, 1.0):
             request.params = SamplingParams(temperature=temperature, seed=0)
             request.seat = 0
-            self.admit(request, ())
+            self.admit(request)
             request.tokens = request.tokens[:prompt]
             for start, count in ((0, prompt), (prompt, 1)):
                 step = self.launch(Plan((Chunk(request, start, count, samples=True),)))
                 request.tokens.append(self.collect(step)[0].token)
-            self.release(0)
 
     def _scratch_request(self, tokens: int) -> Request:
         ids = [(7919 * i + 11) % self.loaded.vocab_size for i in range(tokens)]
@@ -124,7 +121,7 @@ class Runner:
     def _event(self) -> torch.cuda.Event | None:
         if not self.asynchronous or self.loaded.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 

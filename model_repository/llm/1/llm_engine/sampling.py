@@ -130,10 +130,6 @@ class Sampler:
         if wants.penalties:
             self._count(seat, request.tokens, request.prompt_len)
 
-    def release(self, seat: int) -> None:
-        """Forget what `seat` wants, so that no stage runs for it."""
-        self._wants[seat] = _Wants()
-
     def sample(self, logits: Tensor, seats: list[int], seat_index: Tensor, positions: Tensor) -> Sampled:
         """Choose a token for each of R rows.
 

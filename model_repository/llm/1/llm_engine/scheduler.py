@@ -116,12 +116,14 @@ class Scheduler:
     def confirm(self, chunk: Chunk) -> None:
         """Say that a chunk's KV is written and sound: the blocks it filled become findable by others.
 
+        A prompt's blocks wait for its last chunk, the one with logits: without them nobody could tell NaN in its KV.
         Nothing happens if the request was finished or preempted meanwhile, for then its blocks are another's.
         """
         request = chunk.request
-        if request.status is Status.RUNNING:
+        if request.status is Status.RUNNING and chunk.samples:
             end = chunk.start + chunk.count
-            self.pool.register(request.blocks, request.tokens, request.chain, chunk.start, end)
+            self.pool.register(request.blocks, request.tokens, request.chain, request.confirmed, end)
+            request.confirmed = end
 
     def finish(self, request: Request) -> None:
         """End an added request, waiting or running: its seat and blocks are free at once. Again: no effect."""
@@ -206,6 +208,7 @@ class Scheduler:
         if request.preemptions == 0:  # later admissions find the request's own blocks, which is no merit of the cache
             request.cached_tokens = request.computed
             request.admitted_at = self._clock()
+        request.confirmed = request.computed
         request.seat = heappop(self._seats)
         request.status = Status.RUNNING
         insort(self.running, request, key=_rank)
