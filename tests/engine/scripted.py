@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine import driver, tiny_models
 from llm_engine.attention import KVCache
+from llm_engine.batch import Batch
 from llm_engine.loading import LoadedModel
 from llm_engine.request import SamplingParams
 
@@ -41,11 +42,11 @@ class ScriptedModel(LoadedModel):
 
     stage: Stage = field(default_factory=Stage)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, head_rows: Tensor, batch: Any) -> Tensor:
-        self.stage.before(token_ids, head_rows)
-        tokens = token_ids[head_rows]
+    def forward(self, batch: Batch, head_rows: Tensor) -> Tensor:
+        self.stage.before(batch.token_ids, head_rows)
+        tokens = batch.token_ids[head_rows]
         logits = torch.zeros(len(head_rows), self.vocab_size)
-        logits.scatter_(1, self.stage.script(tokens, positions[head_rows])[:, None], 30.0)
+        logits.scatter_(1, self.stage.script(tokens, batch.positions[head_rows])[:, None], 30.0)
         for token in self.stage.poisoned:
             logits[tokens == token] = torch.nan
         return logits

@@ -202,7 +202,7 @@ def test_a_forward_that_differs_at_one_number_of_rows_is_sampled(worst: int) -> 
 
 
 def test_an_engine_over_a_row_dependent_model_says_sampled() -> None:
-    loaded = driver.load("llama", "bfloat16")
+    loaded = driver.load("llama", "bfloat16", kernels="torch")
     model: Any = loaded.model
 
     def mixes_rows(_module: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:

@@ -16,13 +16,13 @@ row, and the padding of a shorter sequence beside a longer one, add exact zeros 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from .batch import Batch
+    from .batch import Batch, Span
 
 NAME = "tokenstream"
 QUERY_TILE = 4
@@ -77,9 +77,35 @@ class TileGroup:
         return self.positions.shape[0]
 
 
-def tile_positions(starts: list[int], device: torch.device) -> Tensor:
-    """Positions [tiles, QUERY_TILE] of tiles that begin at `starts` (multiples of QUERY_TILE)."""
-    return torch.tensor(starts, dtype=torch.int64, device=device)[:, None] + torch.arange(QUERY_TILE, device=device)
+def tile_layout(batch: Batch, block_size: int, zero_slot: int) -> TileLayout:
+    """Lay out a batch: sequences with one query tile share a group; one with several tiles has a group of its own."""
+    device = batch.slot_mapping.device
+    single = [span for span in batch.spans if span.start // QUERY_TILE == (span.end - 1) // QUERY_TILE]
+    several = [[span] for span in batch.spans if span.start // QUERY_TILE != (span.end - 1) // QUERY_TILE]
+    groups = [_group(group, block_size, zero_slot, device) for group in ([single] if single else []) + several]
+    return TileLayout(batch.slot_mapping, groups)
+
+
+def _group(spans: list[Span], block_size: int, zero_slot: int, device: torch.device) -> TileGroup:
+    rows: list[int] = []
+    places: list[int] = []
+    starts: list[int] = []
+    context: list[list[int]] = []
+    keys = -(-max(span.end for span in spans) // KEY_TILE) * KEY_TILE
+    for span in spans:
+        first = span.start // QUERY_TILE
+        base = len(starts) - first
+        rows.extend(range(span.first, span.first + span.count))
+        places.extend(base * QUERY_TILE + p for p in range(span.start, span.end))
+        starts.extend(t * QUERY_TILE for t in range(first, (span.end - 1) // QUERY_TILE + 1))
+        slots = [slot for block in span.blocks for slot in range(block * block_size, (block + 1) * block_size)]
+        context.append(slots[: span.end] + [zero_slot] * (keys - span.end))
+
+    def int64(values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    positions = int64(starts)[:, None] + torch.arange(QUERY_TILE, device=device)
+    return TileGroup(int64(rows), int64(places), int64(context), positions)
 
 
 def register() -> None:
@@ -87,6 +113,30 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention_forward)
+
+
+class Layout(Protocol):
+    """How an implementation wants one batch laid out, and the implementation itself."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, mask: Mask) -> Tensor:
+        """Write key and value [rows, kv_heads, head_dim] into the cache, then attend for query [rows, heads, head_dim].
+
+        Returns query's shape and dtype; rows that belong to no sequence are zero.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What an attention module asks for besides causality.
+
+    window: keys visible to a row, itself included. softcap: tanh bound of the scores. sinks: [heads], keys with a score
+    and without a value.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 def attention_forward(
@@ -101,28 +151,36 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write the new keys and values, then attend over each row's context.
+    """What transformers calls: query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim].
 
-    query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows, head_dim]; `batch` (a Batch) comes through the
-    model's forward. sliding_window: keys visible to a row, itself included. softcap: tanh bound of the scores.
-    s_aux: [heads], attention sinks. Returns [1, rows, heads, head_dim] in the query's dtype.
+    `layout` (a Layout) comes through the model's forward. Returns [1, rows, heads, head_dim].
     """
-    batch: Batch = kwargs["batch"]
-    cache = cast(KVCache, module.kv_cache)
-    rows = query.shape[2]
-    cache.key[batch.slot_mapping] = key[0].transpose(0, 1)
-    cache.value[batch.slot_mapping] = value[0].transpose(0, 1)
+    layout: Layout = kwargs["layout"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q = query[0].transpose(0, 1).float() * scale
-    out = torch.zeros_like(q)
-    for group in batch.tile_groups:
-        out[group.rows] = _attend(q[group.rows], cache, group, sliding_window, softcap, s_aux)
-    return out.to(query.dtype).view(1, rows, -1, query.shape[-1]), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    mask = Mask(scale, sliding_window, softcap, s_aux)
+    return layout.attend(q, k, v, cast(KVCache, module.kv_cache), mask)[None], None
 
 
-def _attend(
-    q: Tensor, cache: KVCache, group: TileGroup, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class TileLayout:
+    """The oracle's layout. slot_mapping: int64 [rows]."""
+
+    slot_mapping: Tensor
+    groups: list[TileGroup]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, mask: Mask) -> Tensor:
+        """See Layout; computed in float32."""
+        cache.key[self.slot_mapping] = key
+        cache.value[self.slot_mapping] = value
+        q = query.float() * mask.scale
+        out = torch.zeros_like(q)
+        for group in self.groups:
+            out[group.rows] = _attend(q[group.rows], cache, group, mask)
+        return out.to(query.dtype)
+
+
+def _attend(q: Tensor, cache: KVCache, group: TileGroup, mask: Mask) -> Tensor:
     """Attention of one group. q: float32 [r, heads, head_dim], scaled. Returns the same shape."""
     _, heads, dim = q.shape
     kv_heads = cache.key.shape[1]
@@ -135,11 +193,11 @@ def _attend(
     values = cache.value[group.context].permute(2, 0, 1, 3).float()
 
     scores = torch.cat([_product(tiles, k.transpose(-1, -2)) for k in _key_tiles(keys, 2)], dim=-1)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    if mask.softcap is not None:
+        scores = mask.softcap * torch.tanh(scores / mask.softcap)
     by_row = scores.view(kv_heads, group.tiles, QUERY_TILE, share, -1)
-    by_row.masked_fill_(~_visible(group, window)[None, :, :, None, :], float("-inf"))
-    out = _weighted_sum(scores, values, _sink_scores(sinks, kv_heads, share, group.tiles))
+    by_row.masked_fill_(~_visible(group, mask.window)[None, :, :, None, :], float("-inf"))
+    out = _weighted_sum(scores, values, _sink_scores(mask.sinks, kv_heads, share, group.tiles))
     out = out.view(kv_heads, group.tiles, QUERY_TILE, share, dim).permute(1, 2, 0, 3, 4)
     return out.reshape(group.tiles * QUERY_TILE, heads, dim)[group.places]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+KERNELS = ("auto", "native", "torch")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
@@ -45,12 +46,14 @@ class EngineConfig:
     """Settings of one engine. 0 means: choose for this machine and model.
 
     `model` is a folder, a `.gguf` file, `package://NAME/FILE` or a Hugging Face id. `device` is "cpu" or "cuda".
+    `kernels`: "native" are this project's C++ ones, "torch" PyTorch's; "auto" takes the native ones where they run.
     `threads` are this engine's; 0 takes the machine's cores, divided by `cpu_share`, the number of engines on them.
     `max_context` and `kv_tokens` are in tokens; `max_step_tokens` bounds the tokens computed in one step.
     """
 
     model: str
     dtype: str = "auto"
+    kernels: str = "auto"
     device: str = "cpu"
     threads: int = 0
     cpu_share: int = 1
@@ -68,6 +71,8 @@ class EngineConfig:
             raise ConfigError("model must name a folder, a .gguf file, package://NAME/FILE or a Hugging Face id")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
         for name, low in _LOWEST.items():
             if (value := getattr(self, name)) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {value}")

@@ -17,9 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import attention, weights
-from .attention import KVCache
-from .config import ConfigError, EngineConfig
+from . import attention, native, weights
+from .attention import KVCache, Layout
+from .batch import Batch
+from .config import ConfigError, EngineConfig, cache_folder
+from .native import NativeLlama, NativeUnavailableError
 from .request import RequestError, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class LoadedModel:
     """A model on its device with everything the engine needs to know of it.
 
     `config` has no unset value left. `exact` is "bitwise" or "sampled". `digest` names weights, tokenizer, template,
-    dtype and exactness.
+    dtype, kernels and exactness. `llama`, if set, computes whole steps in place of `model`.
     """
 
     config: EngineConfig
@@ -51,17 +53,30 @@ class LoadedModel:
     caches: tuple[KVCache, ...]
     exact: str
     digest: str
+    llama: NativeLlama | None = None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, head_rows: Tensor, batch: Any) -> Tensor:
-        """Logits [head rows, vocabulary] of the packed rows; token_ids, positions: int64 [rows]."""
+    def forward(self, batch: Batch, head_rows: Tensor) -> Tensor:
+        """Logits [head rows, vocabulary] of `batch`; the KV of its rows is written. head_rows: int64 [heads]."""
+        block_size = self.config.block_size
+        if self.config.kernels == "torch":
+            layout: Layout = attention.tile_layout(batch, block_size, self.caches[0].zero_slot)
+        else:
+            layout = native.PagedLayout.of(batch, block_size, self.config.threads)
+            if self.llama is not None:
+                return self.llama.forward(batch, head_rows, layout, self.caches)
         out = self.model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
             use_cache=False,
             logits_to_keep=head_rows,
-            batch=batch,
+            layout=layout,
         )
         return cast(Tensor, out.logits[0])
+
+    @property
+    def scratch_slot(self) -> int | None:
+        """Where a row that keeps a single row company writes its KV; None where single rows need no company."""
+        return self.caches[0].scratch_slot if self.llama is None else None
 
     def info(self) -> dict[str, Any]:
         """What a client may want to know before it sends anything, ready for JSON."""
@@ -72,6 +87,7 @@ class LoadedModel:
             "model": config.model,
             "device": str(self.device),
             "dtype": config.dtype,
+            "kernels": config.kernels,
             "exact": self.exact,
             "digest": self.digest,
             "vocab_size": self.vocab_size,
@@ -132,6 +148,7 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> Loa
         )
     per_token = sum(2 * heads * dim for heads, dim in shapes.values()) * dtype.itemsize
     config = _resolve_sizes(config, text_config, per_token, device)
+    config, llama = _choose_kernels(model, config, device)
     slots = config.kv_tokens
     for module, (heads, dim) in shapes.items():
         cast(Any, module).kv_cache = KVCache.empty(slots, heads, dim, dtype, device)
@@ -145,7 +162,8 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> Loa
         defaults=_defaults(model.generation_config),
         caches=tuple(cast(Any, module).kv_cache for module in shapes),
         exact="sampled",
-        digest=digest,
+        digest=f"{digest}-{config.kernels}",
+        llama=llama,
     )
     log.info("KV cache: %d tokens, %.1f MiB on %s", slots, slots * per_token / 2**20, device)
     return loaded
@@ -205,6 +223,29 @@ def _resolve_threads_and_dtype(config: EngineConfig, device: torch.device) -> En
     dtype = choose_dtype(device) if config.dtype == "auto" else config.dtype
     log.info("device %s, %d threads, dtype %s (asked: %s)", device, threads, dtype, config.dtype)
     return replace(config, threads=threads, dtype=dtype)
+
+
+def _choose_kernels(model: Any, config: EngineConfig, device: torch.device) -> tuple[EngineConfig, NativeLlama | None]:
+    """Settle `config.kernels`; with the native ones, also the whole model in native form if it has the shape."""
+    if device.type != "cpu" or config.kernels == "torch":
+        return replace(config, kernels="torch"), None
+    try:
+        native.load(cache_folder() / "native", config.dtype)
+    except NativeUnavailableError as error:
+        if config.kernels == "native":
+            raise ConfigError(f"kernels is 'native', but {error}") from None
+        log.warning(
+            "native kernels are off: %s. PyTorch's take their place; a step takes two to five times as long", error
+        )
+        return replace(config, kernels="torch"), None
+    config = replace(config, kernels="native")
+    try:
+        llama = NativeLlama.from_model(model, config.max_context)
+    except NativeUnavailableError as error:
+        log.info("native attention in transformers' layers: %s", error)
+        return config, None
+    log.info("native kernels for whole steps")
+    return config, llama
 
 
 def choose_dtype(device: torch.device) -> str:

@@ -45,9 +45,8 @@ class Runner:
         self.loaded = loaded
         self.asynchronous = loaded.device.type == "cuda"
         seats = loaded.config.max_sequences
-        cache = loaded.caches[0]
         self._last_token = torch.zeros(seats, dtype=torch.int64, device=loaded.device)
-        self._builder = BatchBuilder(loaded.config.block_size, cache.zero_slot, cache.scratch_slot, self._last_token)
+        self._builder = BatchBuilder(loaded.config.block_size, loaded.scratch_slot, self._last_token)
         self._sampler = Sampler(seats, loaded.vocab_size, loaded.device)
 
     def admit(self, request: Request) -> None:
@@ -60,7 +59,7 @@ class Runner:
     def launch(self, plan: Plan) -> InFlight:
         """Compute one step. On CUDA nothing here waits for the device."""
         batch = self._builder.build(plan)
-        logits = self.loaded.forward(batch.token_ids, batch.positions, batch.head_rows, batch)
+        logits = self.loaded.forward(batch, batch.head_rows)
         if not batch.sampled:
             return InFlight(plan, None, self._event())
         sampled = self._sampler.sample(
@@ -95,7 +94,7 @@ class Runner:
         def forward(start: int, count: int) -> Tensor:
             batch = self._builder.build(Plan((Chunk(request, start, count, samples=False),)))
             head = torch.arange(count, device=self.loaded.device)
-            return self.loaded.forward(batch.token_ids, batch.positions, head, batch)
+            return self.loaded.forward(batch, head)
 
         return probe_exactness(rows, forward)
 

@@ -1,0 +1,295 @@
+"""Builds the C++ kernels on first use, loads them, and gives a Llama-shaped model the packed form that they run.
+
+The shared object is kept in a cache folder under a name made of everything it depends on: sources, torch, compiler and
+this processor's instructions. It does not know requests, or whether a model should run natively.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .attention import KVCache, Mask
+from .batch import Batch
+
+SOURCES = ("native_cpu.cpp", "llama_cpu.h", "attention_cpu.h", "linear_cpu.h", "tile_cpu.h")
+_FOLDER = Path(__file__).parent / "cpu"
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_NEEDED = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16")
+_BUILD_SECONDS = 300
+_PANEL = 32  # columns of a packed panel, as in linear_cpu.h
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class NativeUnavailableError(RuntimeError):
+    """The kernels cannot be built or run here, or not for this model. The message is one line: why, and the cure."""
+
+
+def load(cache: Path, dtype: str) -> None:
+    """Make `torch.ops.tokenstream` available, building into `cache` if need be. Raises NativeUnavailableError."""
+    if dtype != "bfloat16":
+        raise NativeUnavailableError(f"they compute in bfloat16, and dtype is {dtype}")
+    cast(Any, torch.ops).load_library(build(cache))
+
+
+def build(cache: Path, compiler: str | None = None) -> Path:
+    """Return the shared object for this machine, compiled unless `cache` has it. Raises NativeUnavailableError."""
+    capabilities = torch.cpu.get_capabilities()
+    if missing := [name for name in _NEEDED if not capabilities.get(name)]:
+        raise NativeUnavailableError(f"this processor has no {missing[0]}, which the native kernels need")
+    name = compiler or os.environ.get("CXX") or "g++"
+    path = shutil.which(name)
+    if path is None:
+        raise NativeUnavailableError(f"no C++ compiler {name!r} on PATH; install g++ 12 or newer, or set CXX")
+    target = cache / f"tokenstream-{_key(path)}.so"
+    if not target.exists():
+        _compile(path, target)
+    return target
+
+
+def _key(compiler: str) -> str:
+    """Digest of everything that the shared object depends on; -march=native is resolved by the compiler."""
+    digest = hashlib.blake2b(digest_size=12)
+    for source in SOURCES:
+        digest.update((_FOLDER / source).read_bytes())
+    native = _run([compiler, "-march=native", "-E", "-v", "-x", "c++", os.devnull])
+    digest.update("\n".join((torch.__version__, native, *_FLAGS)).encode())
+    return digest.hexdigest()
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Compile beside the target and rename, so that nobody ever loads half a file."""
+    package = Path(torch.__file__).parent
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "native.so"
+        source = _FOLDER / SOURCES[0]
+        # torch's own OpenMP runtime: a second one in the process would bring its own threads.
+        libraries = (f"-L{package / 'lib'}", *_openmp(package / "lib"), "-lc10", "-ltorch_cpu")
+        _run([compiler, *_FLAGS, f"-I{package / 'include'}", str(source), *libraries, "-o", str(made)])
+        made.replace(target)
+
+
+def _openmp(folder: Path) -> list[str]:
+    bundled = sorted(folder.glob("libgomp*.so*"))
+    return [f"-l:{bundled[0].name}"] if bundled else []
+
+
+def _run(command: list[str]) -> str:
+    """Return what `command` prints on stderr; NativeUnavailableError if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailableError(f"the C++ compiler {command[0]} did not run: {error}") from error
+    if done.returncode:
+        lines = (
+            [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
+        )
+        raise NativeUnavailableError(f"the C++ compiler {command[0]} failed: {lines[0]}")
+    return done.stderr
+
+
+def panels(columns: int) -> int:
+    """How many panels hold `columns`."""
+    return -(-columns // _PANEL)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Pack a bf16 weight [columns, depth] into bf16 [panels, depth / 2, 32, 2]."""
+    out = torch.empty(panels(weight.shape[0]), weight.shape[1] // 2, _PANEL, 2, dtype=torch.bfloat16)
+    torch.ops.tokenstream.pack_linear(weight.contiguous(), out)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLlama:
+    """A model's weights in the form of `llama_forward`, and the numbers that it needs.
+
+    weights: nine tensors per layer (input norm, q|k|v, its bias, q norm, k norm, o, post norm, gate|up, down; empty
+    where the model has none), then norm and head. cos, sin: bf16 [positions, head_dim / 2]. windows: 0 for none.
+    """
+
+    embedding: Tensor
+    cos: Tensor
+    sin: Tensor
+    weights: list[Tensor]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: list[int]
+    scale: float
+    eps: float
+
+    @classmethod
+    def from_model(cls, model: Any, positions: int) -> NativeLlama:
+        """Pack a transformers model for contexts of up to `positions`. Raises NativeUnavailableError."""
+        refuse_unsupported(model)
+        config, inner = model.config, model.model
+        rows = torch.arange(positions)[None]
+        cos, sin = inner.rotary_emb(inner.embed_tokens.weight[:1], rows)
+        attention = inner.layers[0].self_attn
+        half = attention.head_dim // 2
+        linears = [w for layer in inner.layers for w in _linears(layer)] + [model.lm_head.weight]
+        packed = iter(_pack_all(linears))
+        weights = [t for layer in inner.layers for t in _layer(layer, packed)] + [inner.norm.weight, next(packed)]
+        return cls(
+            embedding=inner.embed_tokens.weight,
+            cos=cos[0, :, :half].contiguous(),
+            sin=sin[0, :, :half].contiguous(),
+            weights=weights,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            windows=[_window(layer.self_attn) for layer in inner.layers],
+            scale=attention.scaling,
+            eps=config.rms_norm_eps,
+        )
+
+    def forward(
+        self,
+        batch: Batch,
+        head_rows: Tensor,
+        layout: PagedLayout,
+        caches: Sequence[KVCache],
+        seconds: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, bf16 [head rows, vocabulary]; writes the KV of every row. head_rows: int64 [heads].
+
+        seconds: float64 [4], to which the time in linears, attention, small kernels and head is added. Raises
+        RuntimeError naming an input that is out of range.
+        """
+        logits = torch.ops.tokenstream.llama_forward(
+            batch.token_ids, batch.positions, batch.slot_mapping,
+            layout.block_table, layout.query_start, layout.context_len, head_rows,
+            self.embedding, self.cos, self.sin, self.weights, [c.key for c in caches], [c.value for c in caches],
+            self.heads, self.windows, layout.block_size, self.scale, self.eps, layout.threads, seconds,
+        )  # fmt: skip
+        return cast(Tensor, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """A batch as the kernels read it: they walk the block table.
+
+    slot_mapping: int64 [rows]. block_table: int32 [sequences, blocks]. query_start: int32 [sequences + 1], first rows.
+    context_len: int32 [sequences], after this step. rows: those of sequences, without a scratch row.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    query_start: Tensor
+    context_len: Tensor
+    rows: int
+    block_size: int
+    threads: int
+
+    @classmethod
+    def of(cls, batch: Batch, block_size: int, threads: int) -> PagedLayout:
+        """Lay out a batch."""
+        spans = batch.spans
+        width = max(len(span.blocks) for span in spans)
+        return cls(
+            slot_mapping=batch.slot_mapping,
+            block_table=_int32([[*span.blocks, *[0] * (width - len(span.blocks))] for span in spans]),
+            query_start=_int32([*(span.first for span in spans), spans[-1].first + spans[-1].count]),
+            context_len=_int32([span.end for span in spans]),
+            rows=spans[-1].first + spans[-1].count,
+            block_size=block_size,
+            threads=threads,
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, mask: Mask) -> Tensor:
+        """See attention.Layout; bf16."""
+        rows = self.rows  # the scratch row, if there is one, belongs to no sequence
+        out = torch.ops.tokenstream.paged_attention(
+            query[:rows].contiguous(), key[:rows].contiguous(), value[:rows].contiguous(), cache.key, cache.value,
+            self.slot_mapping[:rows], self.block_table, self.query_start, self.context_len, self.block_size,
+            mask.scale, mask.window or 0, mask.softcap or 0.0,
+            None if mask.sinks is None else mask.sinks.float().contiguous(), self.threads,
+        )  # fmt: skip
+        return cast(Tensor, out if rows == query.shape[0] else torch.cat([out, out.new_zeros(1, *out.shape[1:])]))
+
+
+def _int32(values: list[int] | list[list[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raise NativeUnavailableError for a model that is not a bf16 Llama, or has parts that the kernels lack."""
+    config = model.config
+    if config.model_type not in _MODEL_TYPES:
+        raise NativeUnavailableError(
+            f"model type {config.model_type!r} has no native kernels; it runs through transformers"
+        )
+    if any(p.dtype != torch.bfloat16 for p in model.parameters()):
+        raise NativeUnavailableError("the native kernels compute in bfloat16; set dtype to bfloat16")
+    if config.hidden_act != "silu":
+        raise NativeUnavailableError(f"the native kernels know the activation silu, not {config.hidden_act!r}")
+    if config.hidden_size % 2 or config.intermediate_size % 16:
+        raise NativeUnavailableError("hidden_size must be even and intermediate_size a multiple of 16")
+    for layer in model.model.layers:
+        plain = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, model.lm_head)
+        if any(linear.bias is not None for linear in plain):
+            raise NativeUnavailableError("the native kernels take a bias on q, k and v only")
+
+
+def _window(attention: Any) -> int:
+    """Keys that a row of this layer sees, 0 for all. Some families decide by layer, others have one in the config."""
+    config = attention.config
+    return int(getattr(attention, "sliding_window", getattr(config, "sliding_window", None)) or 0)
+
+
+def _linears(layer: Any) -> list[Tensor]:
+    """The layer's weights in the order in which a step reads them, joined where they share an input."""
+    attention, mlp = layer.self_attn, layer.mlp
+    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    depth = gate.shape[1]
+    pairs = torch.stack([gate.view(-1, 16, depth), up.view(-1, 16, depth)], dim=1)
+    return [
+        torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]),
+        attention.o_proj.weight,
+        pairs.view(-1, depth),
+        mlp.down_proj.weight,
+    ]
+
+
+def _pack_all(weights: list[Tensor]) -> list[Tensor]:
+    """Pack into one piece of memory, in order, so that huge pages serve all and one weight's end fetches the next."""
+    sizes = [panels(w.shape[0]) * _PANEL * w.shape[1] for w in weights]
+    memory = torch.empty(sum(sizes), dtype=torch.bfloat16)
+    torch.ops.tokenstream.advise_huge_pages(memory)
+    packed = []
+    for weight, piece in zip(weights, torch.split(memory, sizes), strict=True):
+        out = piece.view(-1, weight.shape[1] // 2, _PANEL, 2)
+        torch.ops.tokenstream.pack_linear(weight.contiguous(), out)
+        packed.append(out)
+    return packed
+
+
+def _layer(layer: Any, packed: Any) -> list[Tensor]:
+    none = torch.empty(0, dtype=torch.bfloat16)
+    attention = layer.self_attn
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    biases = [linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    qkv, o, gate_up, down = (next(packed) for _ in range(4))
+    return [
+        layer.input_layernorm.weight,
+        qkv,
+        none if biases[0] is None else torch.cat(biases),
+        none if q_norm is None else q_norm.weight,
+        none if k_norm is None else k_norm.weight,
+        o,
+        layer.post_attention_layernorm.weight,
+        gate_up,
+        down,
+    ]
