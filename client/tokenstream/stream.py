@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -23,6 +24,8 @@ from .answer import Answer
 from .errors import Cancelled, FirstTokenTimeout, IdleTimeout, StreamTimeout, TokenstreamError, from_status
 from .results import Chunk, Completion, Stats, Timings, Usage
 from .timeouts import Timeout
+
+_END_SECONDS = 1.0  # within which a stream should end that was refused and closed on our side
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,8 @@ class TokenStream:
             raise Cancelled("the request was cancelled by this client")
         arrival = self._receive()
         if arrival.response is not None:
+            if arrival.response.error_message:
+                self._let_end()
             return self._answer.feed(arrival.response, arrival.at)
         if self._cancelled:
             raise Cancelled("the request was cancelled by this client")
@@ -196,6 +201,18 @@ class TokenStream:
             raise from_status(arrival.error.code().name, arrival.error.details() or "", self._url) from arrival.error
         self._answer.end()
         return None
+
+    def _let_end(self) -> None:
+        """Close our side behind an error and wait for the RPC to end by itself.
+
+        Cancelling a stream whose request Triton itself refused pins the model: 2.51 then cannot stop in order.
+        """
+        self._call.half_close()
+        deadline = time.monotonic() + _END_SECONDS
+        with suppress(Empty):
+            while self._call.receive(deadline - time.monotonic()).response is not None:
+                pass
+            self._cancel_call.detach()
 
     def _receive(self) -> Arrival:
         """Wait for the next arrival as long as the running clock allows. The total clock is the RPC's deadline."""

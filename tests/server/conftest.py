@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
-from tokenstream import Client, ServerInfo
-from tokenstream.server import ServerFailed, TritonServer, find_repository
 
 from server.raw import Wire
-
-Copy = Callable[[Path, Mapping[str, str]], Path]
+from tokenstream import Client, ServerInfo
+from tokenstream.server import ServerFailed, TritonServer, find_repository
 
 
 @contextmanager
 def running(repository: Path) -> Iterator[TritonServer]:
-    """A server that is ready; when it does not become so, the last lines of its log are the failure."""
+    """A server that is ready; when it does not become so, the last lines of its log are the failure.
+
+    Behind the `with` it has ended in order: nothing that a test sent may keep it from that.
+    """
     server = TritonServer(repository)
     try:
         server.__enter__()
@@ -28,7 +30,8 @@ def running(repository: Path) -> Iterator[TritonServer]:
     try:
         yield server
     finally:
-        server.stop()
+        code = server.stop()
+    assert code == 0, f"the server did not end in order (exit code {code}): a request or a stream was left on it"
 
 
 def copied(folder: Path, changes: Mapping[str, str]) -> Path:
@@ -41,6 +44,11 @@ def copied(folder: Path, changes: Mapping[str, str]) -> Path:
         assert count == 1, f"{pattern!r} occurs {count} times in config.pbtxt"
     config.write_text(content)
     return folder
+
+
+def eos_token_ids(info: ServerInfo) -> list[int]:
+    """The tokens that end an answer."""
+    return cast(list[int], info.details["eos_token_ids"])
 
 
 @pytest.fixture(scope="session")

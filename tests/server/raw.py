@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,21 +40,18 @@ class Response:
 
 
 def infer(
-    *, id: str = "", outputs: Sequence[str] = (), parameters: Mapping[str, Any] | None = None, **inputs: Any
+    *, name: str = "", outputs: Sequence[str] = (), parameters: Mapping[str, Any] | None = None, **inputs: Any
 ) -> pb.ModelInferRequest:
-    """A request for model `llm`: a scalar becomes [1, 1], a list [1, n]; the type follows from the value."""
-    request = pb.ModelInferRequest(model_name="llm", id=id)
-    for name, value in (parameters or {}).items():
+    """A request called `name` for model `llm`: a scalar becomes [1, 1], a list [1, n]; the type follows from it."""
+    request = pb.ModelInferRequest(model_name="llm", id=name)
+    for key, value in (parameters or {}).items():
         kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
-        kind = "uint64_param" if name == "priority" else kinds[type(value)]
-        setattr(request.parameters[name], kind, value)
-    for name, value in inputs.items():
+        setattr(request.parameters[key], "uint64_param" if key == "priority" else kinds[type(value)], value)
+    for tensor, value in inputs.items():
         values = value if isinstance(value, list) else [value]
-        kinds = {bool: "BOOL", int: "INT32", float: "FP32", str: "BYTES", bytes: "BYTES"}
-        datatype = "UINT64" if name == "seed" else kinds[type(values[0])] if values else "INT32"
-        add(request, name, datatype, [1, len(values)], values)
-    for name in outputs:
-        request.outputs.add(name=name)
+        add(request, tensor, _datatype(tensor, values), [1, len(values)], values)
+    for output in outputs:
+        request.outputs.add(name=output)
     return request
 
 
@@ -158,9 +155,17 @@ def text(responses: Sequence[Response]) -> str:
     return "".join(response["text_output"] for response in responses)
 
 
+def _datatype(tensor: str, values: Sequence[Any]) -> str:
+    if tensor == "seed":
+        return "UINT64"
+    kinds = {bool: "BOOL", int: "INT32", float: "FP32", str: "BYTES", bytes: "BYTES"}
+    return kinds[type(values[0])] if values else "INT32"
+
+
 def _parse(message: pb.ModelStreamInferResponse) -> Response:
     body = message.infer_response
-    tensors, shapes = {}, {}
+    tensors: dict[str, tuple[Any, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for output, data in zip(body.outputs, body.raw_output_contents, strict=True):
         tensors[output.name] = tuple(_strings(data)) if output.datatype == "BYTES" else _numbers(output.datatype, data)
         shapes[output.name] = tuple(output.shape)
@@ -178,6 +183,3 @@ def _strings(data: bytes) -> Iterator[str]:
         (length,) = struct.unpack_from("<I", data, at)
         yield data[at + 4 : at + 4 + length].decode()
         at += 4 + length
-
-
-Ask = Callable[..., list[Response]]

@@ -25,6 +25,7 @@ from wire import Call, Operation, read_call
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 CANCEL_POLL_SECONDS = 0.05
+LONGEST_MESSAGE = 800  # characters of an error; it may quote what a client sent, which may be megabytes
 log = logging.getLogger("tokenstream")
 
 
@@ -206,7 +207,10 @@ class TritonPythonModel:
         failure = None
         if error is not None:
             note = f"[request={stream.call.request_id} tokens={stream.tokens} code={error.code}]"
-            failure = pb_utils.TritonError(f"{error.message} {note}", getattr(pb_utils.TritonError, error.code))
+            message = error.message
+            if len(message) > LONGEST_MESSAGE:
+                message = message[:LONGEST_MESSAGE] + "..."
+            failure = pb_utils.TritonError(f"{message} {note}", getattr(pb_utils.TritonError, error.code))
         with stream.lock:
             stream.closed = True
         stream.sender.send(pb_utils.InferenceResponse(tensors, failure), FINAL)

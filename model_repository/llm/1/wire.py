@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+
 from llm_engine.request import RequestError, SamplingParams
 
 _SAMPLING_TENSORS = {
@@ -92,6 +93,7 @@ def read_call(request: Any, defaults: SamplingParams) -> Call:
 def _read_prompt(call: Call, inputs: dict[str, Any]) -> None:
     call.text = _one(inputs, "text_input", _text)
     call.messages = _one(inputs, "messages", _text)
+    _refuse_half_characters("messages", call.messages)
     ids = _many(inputs, "input_ids", int)
     given = [
         n for n, v in (("text_input", call.text), ("messages", call.messages), ("input_ids", ids)) if v is not None
@@ -137,11 +139,7 @@ def _single_tensors(inputs: dict[str, Any]) -> dict[str, Any]:
         elif tensor == "stop_token_ids":
             found[name] = _many(inputs, tensor, int)
         else:
-            found[name] = _one(inputs, tensor, lambda value: value.item())
-            if isinstance(found[name], float):
-                found[name] = float(
-                    str(_one(inputs, tensor, lambda value: value))
-                )  # 0.9 as FP32 is 0.9, not 0.89999998
+            found[name] = _one(inputs, tensor, _scalar)
     return found
 
 
@@ -165,6 +163,7 @@ def _read_foreign(inputs: dict[str, Any], params: SamplingParams) -> SamplingPar
 def _json_object(name: str, text: str | None) -> dict[str, Any]:
     if not text:
         return {}
+    _refuse_half_characters(name, text)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -172,6 +171,19 @@ def _json_object(name: str, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be a JSON object, got {type(value).__name__}")
     return {key: item for key, item in value.items() if item is not None}
+
+
+def _refuse_half_characters(name: str, text: str | None) -> None:
+    """Refuse JSON whose escapes spell a lone surrogate: no tokenizer takes it, and no answer could repeat it."""
+    if text is None or "\\ud" not in text.lower():
+        return
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise RequestError(f"{name} holds half a character (lone surrogate) {half}") from None
+    except (ValueError, RecursionError):
+        return  # not JSON: whoever reads it says so
 
 
 def _priority(value: Any) -> int:

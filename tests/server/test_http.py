@@ -1,0 +1,137 @@
+"""Triton's generate extension: the same model over HTTP, for clients without gRPC."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from server.raw import WAIT, Wire, text, tokens
+from tokenstream import Client
+from tokenstream.server import TritonServer
+
+PROMPT = "The capital of France is"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What the server sent back."""
+
+    status: int
+    type: str
+    body: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The body of `generate`."""
+        return cast(dict[str, Any], json.loads(self.body))
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The body of `generate_stream`."""
+        assert self.type.startswith("text/event-stream")
+        *events, end = self.body.split("\n\n")
+        assert end == ""
+        assert all(event.startswith("data: ") for event in events)
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@dataclass(frozen=True, slots=True)
+class Web:
+    """Posts JSON to the model."""
+
+    address: str
+
+    def post(self, method: str, **body: Any) -> Page:
+        with closing(http.client.HTTPConnection(self.address, timeout=WAIT)) as connection:
+            connection.request("POST", f"/v2/models/llm/{method}", json.dumps(body))
+            response = connection.getresponse()
+            return Page(response.status, response.getheader("Content-Type", ""), response.read().decode())
+
+
+@pytest.fixture(scope="module")
+def web(server: TritonServer) -> Web:
+    return Web(server.http_url.removeprefix("http://"))
+
+
+def test_generate_answers_once_and_as_grpc_does(web: Web, wire: Wire) -> None:
+    expected = wire.ask(text_input=PROMPT, max_tokens=8, temperature=0.0)
+    page = web.post("generate", text_input=PROMPT, max_tokens=8, temperature=0, stream=False, id="web-1")
+    assert page.status == 200
+    assert page.json["text_output"] == text(expected)
+    assert page.json["token_ids"] == tokens(expected)
+    assert page.json["finish_reason"] == "length"
+    assert page.json["id"] == "web-1"
+    assert page.json["num_output_tokens"] == 8
+
+
+def test_generate_stream_sends_one_event_per_token(web: Web, wire: Wire) -> None:
+    expected = wire.ask(text_input=PROMPT, max_tokens=8, temperature=0.0)
+    page = web.post("generate_stream", text_input=PROMPT, max_tokens=8, temperature=0)
+    assert page.status == 200
+    assert [event["text_output"] for event in page.events] == [response["text_output"] for response in expected]
+    assert [event["index"] for event in page.events] == list(range(8))
+    assert [event["finish_reason"] for event in page.events] == [""] * 7 + ["length"]
+
+
+def test_lists_and_large_seeds_and_nested_parameters_arrive(web: Web, wire: Wire) -> None:
+    asked = {"max_tokens": 8, "temperature": 1.2, "seed": 2**64 - 1, "ignore_eos": True}
+    expected = wire.ask(text_input=PROMPT, **asked)
+    stop = expected[3]["text_output"] + expected[4]["text_output"]
+    until = text(expected).index(stop)
+    for body in (
+        {**asked, "stop_words": [stop, "never written"]},
+        {"parameters": {**asked, "stop_words": [stop]}},
+        {"stop_words": stop, "parameters": asked},
+    ):
+        events = web.post("generate_stream", text_input=PROMPT, **body).events
+        assert "".join(event["text_output"] for event in events) == text(expected)[:until]
+        assert events[-1]["finish_reason"] == "stop"
+        assert events[0]["seed"] == 2**64 - 1
+    ids = wire.ask(operation="tokenize", text_input=PROMPT)[0].tensors["token_ids"]
+    assert web.post("generate", input_ids=ids, stream=False, **asked).json["token_ids"] == tokens(expected)
+
+
+def test_a_sampling_field_without_a_tensor_is_honoured_as_a_parameter(web: Web) -> None:
+    for body in ({"logprobs": 2}, {"parameters": {"logprobs": 2}}):
+        events = web.post("generate_stream", text_input=PROMPT, max_tokens=2, temperature=0, **body).events
+        for event in events:
+            (entry,) = json.loads(event["logprobs"])
+            assert len(entry["top"]) == 2
+    page = web.post("generate", text_input=PROMPT, max_tokens=2, stream=False, logprobs=99)
+    assert page.status == 400
+    assert "logprobs must be from 0 to 20, got 99" in page.json["error"]
+
+
+def test_a_refused_request_has_status_400_and_the_reason(web: Web) -> None:
+    for method, stream in (("generate", False), ("generate_stream", True)):
+        page = web.post(method, text_input=PROMPT, temperature=-1, stream=stream, id="web-2")
+        assert page.status == 400
+        error = page.body.removeprefix("data: ")
+        assert "temperature must be from 0.0 to 100.0, got -1.0" in json.loads(error)["error"]
+        assert "[request=web-2 tokens=0 code=INVALID_ARG]" in error
+
+
+def test_what_json_says_wrongly_is_refused(web: Web, client: Client) -> None:
+    for body in (
+        {"text_input": "\ud800"},
+        {"text_input": PROMPT, "max_tokens": "many"},
+        {"text_input": PROMPT, "max_tokens": 2**40},
+        {"text_input": {"role": "user"}},
+        {"text_input": PROMPT, "nested": {"a": 1}},
+    ):
+        page = web.post("generate", stream=False, **body)
+        assert page.status >= 400  # Triton calls its own parser's complaint 500
+        assert page.json["error"]
+    assert client.generate(PROMPT, max_tokens=1).usage.output_tokens == 1
+
+
+def test_operations_are_answered_over_http(web: Web, client: Client) -> None:
+    ids = web.post("generate", operation="tokenize", text_input=PROMPT).json["token_ids"]
+    assert ids == client.tokenize(PROMPT)
+    assert web.post("generate", operation="detokenize", input_ids=ids).json["text_output"] == PROMPT
+    assert json.loads(web.post("generate", operation="info").json["text_output"])["vocab_size"] == 49152
