@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from engine import tiny_models
-from llm_engine import loading
-from llm_engine.config import EngineConfig
+from llm_engine import loading, native
+from llm_engine.config import EngineConfig, cache_folder
+from llm_engine.cpu.build import NativeUnavailableError
 from llm_engine.engine import Engine
 from llm_engine.loading import LoadedModel
 from llm_engine.request import Delta, Request, SamplingParams
@@ -145,6 +147,25 @@ def serving(loaded: LoadedModel, *, asynchronous: bool = False, begin: bool = Tr
     if engine.faults:
         raise engine.faults[0]
     engine.check_idle()
+
+
+@cache
+def native_dtypes() -> tuple[str, ...]:
+    """The dtypes for which the native kernels run on this machine; they are compiled here if need be."""
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        try:
+            native.load(cache_folder(), dtype)
+        except NativeUnavailableError as error:
+            print(f"the native kernels are not tested in {dtype}: {error}")
+        else:
+            found.append(dtype)
+    return tuple(found)
+
+
+def modes(*dtypes: str) -> list[tuple[str, str]]:
+    """Every (dtype, kernels) that runs on this machine."""
+    return [(d, k) for d in dtypes for k in ("native", "torch") if k == "torch" or d in native_dtypes()]
 
 
 def config(dtype: str = "float32", **values: Any) -> EngineConfig:

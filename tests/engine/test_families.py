@@ -38,8 +38,9 @@ def assert_equal_by_margin(tokens: list[int], expected: list[int], logits: torch
     assert len(tokens) == len(expected)
 
 
+@pytest.mark.parametrize(("dtype", "kernels"), driver.modes("float32"))
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_greedy_answers_equal_generate(family: str) -> None:
+def test_greedy_answers_equal_generate(family: str, dtype: str, kernels: str) -> None:
     prompts = [tiny_models.prompt(length) for length in (1, 5, 11, 40, 150)]
     model = tiny_models.build(family)
     model.set_attn_implementation("eager")
@@ -47,18 +48,21 @@ def test_greedy_answers_equal_generate(family: str) -> None:
     assert len({token for tokens, _ in references for token in tokens}) > 10, "the answers are too dull to tell"
 
     params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
-    with serving(driver.load(family, max_step_tokens=20), begin=False) as engine:
+    with serving(driver.load(family, dtype, kernels=kernels, max_step_tokens=20), begin=False) as engine:
         answers = [engine.ask(prompt, params) for prompt in prompts]
         engine.begin()
         for answer, (tokens, logits) in zip(answers, references, strict=True):
             assert_equal_by_margin(answer.wait().tokens, tokens, logits, MARGIN)
 
 
+@pytest.mark.parametrize(("dtype", "kernels"), driver.modes("bfloat16"))
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_where_bitwise_is_declared_logits_do_not_depend_on_company_or_chunks(family: str) -> None:
+def test_where_bitwise_is_declared_logits_do_not_depend_on_company_or_chunks(
+    family: str, dtype: str, kernels: str
+) -> None:
     params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
     prompts = [tiny_models.prompt(length) for length in (80, 1, 17)]
-    alone, company = (driver.load(family, "bfloat16", max_step_tokens=budget) for budget in (128, 14))
+    alone, company = (driver.load(family, dtype, kernels=kernels, max_step_tokens=n) for n in (128, 14))
     with serving(alone) as engine:
         exact = engine.info()["exact"]
         expected = driver.record_logits(engine)

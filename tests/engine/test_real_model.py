@@ -25,12 +25,12 @@ STORY = "Once upon a time, in a village between two rivers, there lived a clockm
 PARAMS = SamplingParams(max_tokens=14, seed=11, temperature=0.8, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[LoadedModel]:
-    """The weights, read once; each engine below attaches a KV cache of its own."""
+@pytest.fixture(scope="module", params=[kernels for _, kernels in driver.modes("bfloat16")])
+def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    """The weights, read once for each kernels; each engine below attaches a KV cache of its own."""
     threads = torch.get_num_threads()
-    config = EngineConfig(MODEL, dtype="bfloat16", threads=1, max_sequences=4, max_context=512, kv_tokens=1024)
-    yield loading.load(config)
+    sizes = {"max_sequences": 4, "max_context": 512, "kv_tokens": 1024}
+    yield loading.load(EngineConfig(MODEL, dtype="bfloat16", kernels=request.param, threads=1, **sizes))
     torch.set_num_threads(threads)
 
 

@@ -27,10 +27,10 @@ PARAMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[CheckedEngine]:
-    """One engine for the file; in bf16, where a cut must not change a bit."""
-    with serving(driver.load("qwen3", "bfloat16")) as running:
+@pytest.fixture(scope="module", params=[kernels for _, kernels in driver.modes("bfloat16")])
+def engine(request: pytest.FixtureRequest) -> Iterator[CheckedEngine]:
+    """One engine for the file and kernels; in bf16, where a cut must not change a bit."""
+    with serving(driver.load("qwen3", "bfloat16", kernels=request.param)) as running:
         yield running
 
 
@@ -82,7 +82,9 @@ def test_an_answer_resumed_twice_is_still_the_same(engine: CheckedEngine) -> Non
 
 def test_an_answer_resumed_on_another_server_goes_on_the_same(engine: CheckedEngine) -> None:
     whole = engine.ask(PROMPT, PARAMS["drawn"]).wait()
-    with serving(driver.load("qwen3", "bfloat16", block_size=3, max_step_tokens=17)) as other:
+    with serving(
+        driver.load("qwen3", "bfloat16", kernels=engine.config.kernels, block_size=3, max_step_tokens=17)
+    ) as other:
         assert_goes_on(whole, resume(other, whole, 11), 11)
 
 

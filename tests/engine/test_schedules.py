@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import driver, scripted, tiny_models
@@ -16,6 +16,7 @@ from llm_engine.request import Code, SamplingParams
 
 TOLERANCE = 2e-3  # of fp32 logits between schedules; tiny models' logits reach 30
 FAMILY = "mistral"  # its sliding window is shorter than the sequences
+each_mode = pytest.mark.parametrize(("dtype", "kernels"), driver.modes("bfloat16", "float32"))
 
 TARGETS: tuple[tuple[list[int], SamplingParams], ...] = (
     (tiny_models.prompt(21), SamplingParams(max_tokens=20, seed=1, ignore_eos=True)),
@@ -71,11 +72,12 @@ schedules = st.builds(
 )
 
 
-def run(schedule: Schedule, dtype: str) -> tuple[dict[str, Answer], Logits, int]:
+def run(schedule: Schedule, dtype: str, kernels: str) -> tuple[dict[str, Answer], Logits, int]:
     """Answer the targets under a schedule; return answers and logits by target, and the number of preemptions."""
     loaded = driver.load(
         FAMILY,
         dtype,
+        kernels=kernels,
         max_step_tokens=max(schedule.max_step_tokens, schedule.max_sequences + schedule.block_size),
         block_size=schedule.block_size,
         kv_tokens=schedule.pool_tokens,
@@ -114,9 +116,9 @@ def _come_and_go(engine: CheckedEngine, schedule: Schedule, turn: int, guests: l
 
 
 @cache
-def quiet(dtype: str) -> tuple[dict[str, list[int]], Logits, str]:
+def quiet(dtype: str, kernels: str) -> tuple[dict[str, list[int]], Logits, str]:
     """Each target alone, prompt in one step, in a large pool."""
-    with serving(driver.load(FAMILY, dtype, max_step_tokens=128)) as engine:
+    with serving(driver.load(FAMILY, dtype, kernels=kernels, max_step_tokens=128)) as engine:
         noted = driver.record_logits(engine)
         tokens = {}
         for i, (prompt, params) in enumerate(TARGETS):
@@ -124,10 +126,10 @@ def quiet(dtype: str) -> tuple[dict[str, list[int]], Logits, str]:
         return tokens, noted, str(engine.info()["exact"])
 
 
-def assert_same(answer: Answer, noted: Logits, dtype: str) -> None:
+def assert_same(answer: Answer, noted: Logits, dtype: str, kernels: str) -> None:
     """Bit for bit where the engine says so; elsewhere logits within a tolerance as far as the tokens agree."""
     name = answer.request.id
-    tokens, expected, exact = quiet(dtype)
+    tokens, expected, exact = quiet(dtype, kernels)
     if exact == "bitwise":
         assert answer.tokens == tokens[name]
         assert all(torch.equal(noted[name, i], expected[name, i]) for i in range(len(answer.tokens)))
@@ -139,30 +141,32 @@ def assert_same(answer: Answer, noted: Logits, dtype: str) -> None:
     assert len(answer.tokens) == len(tokens[name])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@each_mode
+@settings(max_examples=settings.default.max_examples // 2)
 @given(schedule=schedules)
-def test_tokens_do_not_depend_on_the_schedule(dtype: str, schedule: Schedule) -> None:
-    answers, noted, _ = run(schedule, dtype)
+def test_tokens_do_not_depend_on_the_schedule(dtype: str, kernels: str, schedule: Schedule) -> None:
+    answers, noted, _ = run(schedule, dtype, kernels)
     for answer in answers.values():
-        assert_same(answer, noted, dtype)
+        assert_same(answer, noted, dtype, kernels)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_preempted_answers_are_the_same(dtype: str, asynchronous: bool) -> None:
+@each_mode
+def test_preempted_answers_are_the_same(dtype: str, kernels: str, asynchronous: bool) -> None:
     cramped = Schedule(24, 4, 168, True, asynchronous, 4, (Neighbour(3, 50, 30, 1), Neighbour(5, 50, 9, 1)), 0)
-    answers, noted, preemptions = run(cramped, dtype)
+    answers, noted, preemptions = run(cramped, dtype, kernels)
     assert preemptions > 0
     assert any(answer.last.timings and answer.last.timings.preemptions for answer in answers.values())
     for answer in answers.values():
-        assert_same(answer, noted, dtype)
+        assert_same(answer, noted, dtype, kernels)
 
 
-def test_the_overlapped_loop_gives_the_same_tokens_with_stop_strings() -> None:
+@pytest.mark.parametrize(("dtype", "kernels"), driver.modes("bfloat16"))
+def test_the_overlapped_loop_gives_the_same_tokens_with_stop_strings(dtype: str, kernels: str) -> None:
     prompt, params = TARGETS[0]
     texts = []
     for asynchronous in (False, True):
-        with serving(driver.load(FAMILY, "bfloat16"), asynchronous=asynchronous) as engine:
+        with serving(driver.load(FAMILY, dtype, kernels=kernels), asynchronous=asynchronous) as engine:
             whole = engine.ask(prompt, params).wait().text
             middle = whole[len(whole) // 2 :][:2]
             stopped = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, stop=(middle,))

@@ -34,6 +34,7 @@ _WIDE = {"head_dim": 16, "sliding_window": WINDOW}
 
 FAMILIES: dict[str, Callable[[int], Any]] = {
     "llama": lambda v: transformers.LlamaConfig(vocab_size=v, **_SHAPE),
+    "qwen2": lambda v: transformers.Qwen2Config(vocab_size=v, **_SHAPE),
     "qwen3": lambda v: transformers.Qwen3Config(vocab_size=v, head_dim=16, **_SHAPE),
     "mistral": lambda v: transformers.MistralConfig(vocab_size=v, sliding_window=WINDOW, **_SHAPE),
     "gemma2": lambda v: transformers.Gemma2Config(

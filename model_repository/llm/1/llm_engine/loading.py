@@ -21,7 +21,8 @@ from . import attention, native, weights
 from .attention import KVCache, Layout
 from .batch import Batch
 from .config import ConfigError, EngineConfig, cache_folder
-from .native import NativeLlama, NativeUnavailableError
+from .cpu.build import NativeUnavailableError
+from .native import NativeLlama
 from .request import RequestError, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -230,13 +231,12 @@ def _choose_kernels(model: Any, config: EngineConfig, device: torch.device) -> t
     if device.type != "cpu" or config.kernels == "torch":
         return replace(config, kernels="torch"), None
     try:
-        native.load(cache_folder() / "native", config.dtype)
+        native.load(cache_folder(), config.dtype)
     except NativeUnavailableError as error:
         if config.kernels == "native":
             raise ConfigError(f"kernels is 'native', but {error}") from None
-        log.warning(
-            "native kernels are off: %s. PyTorch's take their place; a step takes two to five times as long", error
-        )
+        times = "one and a half times" if config.dtype == "float32" else "two to five times"
+        log.warning("native kernels are off: %s. PyTorch's take their place; a step takes %s as long", error, times)
         return replace(config, kernels="torch"), None
     config = replace(config, kernels="native")
     try:

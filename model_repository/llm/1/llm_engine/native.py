@@ -1,16 +1,11 @@
-"""Builds the C++ kernels on first use, loads them, and gives a Llama-shaped model the packed form that they run.
+"""Loads the C++ kernels, lays out batches for them, and gives a Llama-shaped model the packed form that they run.
 
-The shared object is kept in a cache folder under a name made of everything it depends on: sources, torch, compiler and
-this processor's instructions. It does not know requests, or whether a model should run natively.
+In bfloat16 they compute whole steps of such a model; in float32, and for other models, the attention alone. It does not
+know requests, how the kernels are compiled, or whether a model should run natively.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,82 +16,29 @@ from torch import Tensor
 
 from .attention import KVCache, Mask
 from .batch import Batch
+from .cpu.build import NativeUnavailableError, Toolchain, build
 
-SOURCES = ("native_cpu.cpp", "llama_cpu.h", "attention_cpu.h", "linear_cpu.h", "tile_cpu.h")
-_FOLDER = Path(__file__).parent / "cpu"
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
-_NEEDED = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16")
-_BUILD_SECONDS = 300
 _PANEL = 32  # columns of a packed panel, as in linear_cpu.h
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class NativeUnavailableError(RuntimeError):
-    """The kernels cannot be built or run here, or not for this model. The message is one line: why, and the cure."""
-
-
 def load(cache: Path, dtype: str) -> None:
-    """Make `torch.ops.tokenstream` available, building into `cache` if need be. Raises NativeUnavailableError."""
-    if dtype != "bfloat16":
-        raise NativeUnavailableError(f"they compute in bfloat16, and dtype is {dtype}")
-    cast(Any, torch.ops).load_library(build(cache))
+    """Make the operators for `dtype` available as `torch.ops.tokenstream`, compiled into `cache` if need be.
 
-
-def build(cache: Path, compiler: str | None = None) -> Path:
-    """Return the shared object for this machine, compiled unless `cache` has it. Raises NativeUnavailableError."""
-    capabilities = torch.cpu.get_capabilities()
-    if missing := [name for name in _NEEDED if not capabilities.get(name)]:
-        raise NativeUnavailableError(f"this processor has no {missing[0]}, which the native kernels need")
-    name = compiler or os.environ.get("CXX") or "g++"
-    path = shutil.which(name)
-    if path is None:
-        raise NativeUnavailableError(f"no C++ compiler {name!r} on PATH; install g++ 12 or newer, or set CXX")
-    target = cache / f"tokenstream-{_key(path)}.so"
-    if not target.exists():
-        _compile(path, target)
-    return target
-
-
-def _key(compiler: str) -> str:
-    """Digest of everything that the shared object depends on; -march=native is resolved by the compiler."""
-    digest = hashlib.blake2b(digest_size=12)
-    for source in SOURCES:
-        digest.update((_FOLDER / source).read_bytes())
-    native = _run([compiler, "-march=native", "-E", "-v", "-x", "c++", os.devnull])
-    digest.update("\n".join((torch.__version__, native, *_FLAGS)).encode())
-    return digest.hexdigest()
-
-
-def _compile(compiler: str, target: Path) -> None:
-    """Compile beside the target and rename, so that nobody ever loads half a file."""
-    package = Path(torch.__file__).parent
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / "native.so"
-        source = _FOLDER / SOURCES[0]
-        # torch's own OpenMP runtime: a second one in the process would bring its own threads.
-        libraries = (f"-L{package / 'lib'}", *_openmp(package / "lib"), "-lc10", "-ltorch_cpu")
-        _run([compiler, *_FLAGS, f"-I{package / 'include'}", str(source), *libraries, "-o", str(made)])
-        made.replace(target)
-
-
-def _openmp(folder: Path) -> list[str]:
-    bundled = sorted(folder.glob("libgomp*.so*"))
-    return [f"-l:{bundled[0].name}"] if bundled else []
-
-
-def _run(command: list[str]) -> str:
-    """Return what `command` prints on stderr; NativeUnavailableError if it fails."""
+    bfloat16 has all of them, float32 attention alone. Raises NativeUnavailableError.
+    """
+    if dtype not in ("bfloat16", "float32"):
+        raise NativeUnavailableError(f"they compute in bfloat16 or float32, and dtype is {dtype}")
+    if hasattr(torch.ops.tokenstream, "llama_forward" if dtype == "bfloat16" else "paged_attention"):
+        return  # a process can load them once
+    toolchain = Toolchain.found()
+    if dtype == "bfloat16":
+        toolchain.require_bf16()
+    path = build(cache, toolchain)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"the C++ compiler {command[0]} did not run: {error}") from error
-    if done.returncode:
-        lines = (
-            [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
-        )
-        raise NativeUnavailableError(f"the C++ compiler {command[0]} failed: {lines[0]}")
-    return done.stderr
+        cast(Any, torch.ops).load_library(path)
+    except OSError as error:
+        raise NativeUnavailableError(f"{path} cannot be loaded ({error}); delete it") from None
 
 
 def panels(columns: int) -> int:
@@ -209,7 +151,7 @@ class PagedLayout:
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, mask: Mask) -> Tensor:
-        """See attention.Layout; bf16."""
+        """See attention.Layout; bfloat16 or float32."""
         rows = self.rows  # the scratch row, if there is one, belongs to no sequence
         out = torch.ops.tokenstream.paged_attention(
             query[:rows].contiguous(), key[:rows].contiguous(), value[:rows].contiguous(), cache.key, cache.value,
@@ -232,7 +174,7 @@ def refuse_unsupported(model: Any) -> None:
             f"model type {config.model_type!r} has no native kernels; it runs through transformers"
         )
     if any(p.dtype != torch.bfloat16 for p in model.parameters()):
-        raise NativeUnavailableError("the native kernels compute in bfloat16; set dtype to bfloat16")
+        raise NativeUnavailableError("whole steps are native in bfloat16 only")
     if config.hidden_act != "silu":
         raise NativeUnavailableError(f"the native kernels know the activation silu, not {config.hidden_act!r}")
     if config.hidden_size % 2 or config.intermediate_size % 16:

@@ -1,8 +1,8 @@
 """From what the deployer wrote to a folder of safetensors: resolve, and convert a GGUF file once.
 
 A conversion is made in a temporary folder and renamed, under a lock, so a killed one leaves nothing half-made and two
-processes convert once. `python -m llm_engine.weights MODEL` does it alone and reports JSON lines; this module does
-not know how a model is run.
+processes convert once. `python -m llm_engine.weights MODEL` does it alone, has the CPU kernels built too, and reports
+JSON lines; this module does not know how a model is run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .config import ConfigError, cache_folder, expand
+from .cpu.build import NativeUnavailableError, Toolchain, build, is_built
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -203,8 +204,17 @@ def _no_space(folder: Path, file: Path) -> ConfigError:
     )
 
 
+def build_kernels(cache: Path, progress: Progress) -> None:
+    """Compile the CPU kernels if `cache` lacks them. Where that fails, the server says why, and does without them."""
+    with contextlib.suppress(NativeUnavailableError):
+        toolchain = Toolchain.found()
+        if not is_built(cache, toolchain):
+            progress("building the CPU kernels", 0, None)
+            build(cache, toolchain)
+
+
 def main() -> int:
-    """Prepare one model and report JSON lines: progress, then the path or the error."""
+    """Prepare one model and the CPU kernels, and report JSON lines: progress, then the path or the error."""
     parser = argparse.ArgumentParser(prog="python -m llm_engine.weights", description=main.__doc__)
     parser.add_argument("model", help="folder, .gguf file, package://NAME/FILE or Hugging Face id")
     spec = parser.parse_args().model
@@ -213,8 +223,12 @@ def main() -> int:
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
+    def progress(stage: str, done: int, total: int | None) -> None:
+        report(stage=stage, done=done, total=total)
+
     try:
-        path = prepare(expand(spec), progress=lambda s, d, t: report(stage=s, done=d, total=t))
+        path = prepare(expand(spec), progress=progress)
+        build_kernels(cache_folder(), progress)
     except ConfigError as error:
         report(error=str(error))
         return 1

@@ -1,98 +1,35 @@
-// Paged attention for ragged batches of bf16: prefill and decode are the same kernel with more or fewer rows.
+// Paged attention in bf16: prefill and decode are the same kernel with more or fewer rows.
 //
-//        keys of one sequence, by position
-//        0 .. 63   | 64 .. 127 | 128 ..        Each key tile is copied once into the layout of `multiply` (a slot's
-//        heads
-//   rows [  S = Q K^T, softmax so far,         are gathered through the block table) and shared by all rows of a query
-//         O = O * shrink + P V      ]          tile. Tiles are taken from the first to the row's own, never another
-//         way.
-//
-// A tile that a row does not see multiplies its sums by 1 and adds 0, so a row's bits depend on its context alone: not
-// on its query tile, chunk, neighbours, threads, block size or placement. The softmax is the online one of Milakov and
-// Gimelshein (2018) in base 2; its weights are rounded to bf16 before they meet V. It does not know projections or
-// rope.
+// The softmax is the online one of Milakov and Gimelshein (2018) in base 2; its weights are rounded to bf16 before they
+// meet V. Geometry and the order of additions are those of paging_cpu.h. It does not know projections or rope.
 #pragma once
 
 #include <atomic>
 #include <limits>
-#include <memory>
-#include <vector>
 
 #include "linear_cpu.h"
+#include "memory_cpu.h"
+#include "paging_cpu.h"
 
 namespace tokenstream {
 
-constexpr int kKeys = 64;         // keys of a tile
-constexpr int kVectors = 4;       // of 16 columns: 64 keys, or 64 of the head's dimensions
-constexpr int kQueryRows = 6;     // 6 x 4 sums, 4 columns and a row fit the registers
-constexpr int kTargetRows = 192;  // rows (positions x query heads per key head) that share a copied key tile
+constexpr int kVectors = 4;    // of 16 columns: 64 keys, or 64 of the head's dimensions
+constexpr int kQueryRows = 6;  // 6 x 4 sums, 4 columns and a row fit the registers
 
-// One layer's attention. Strides are in elements; a slot holds [kv_heads, dim].
-struct AttentionShape {
-  int heads;
-  int kv_heads;
-  int dim;  // even, at most 256
-  int block_size;
-  int window;  // keys that a row sees, itself included; 0 for all
-  float scale;
-  float softcap;  // 0 for none
-
-  int group() const { return heads / kv_heads; }
-  float unit() const {
-    return (softcap > 0 ? 1.0f : scale) * kLog2E;
-  }  // of a score as the softmax gets it, in powers of 2
-  int padded() const { return (dim + kKeys - 1) / kKeys * kKeys; }
-};
-
-struct PagedKV {
-  const bf16* key;
-  const bf16* value;
-  const std::int32_t* block_table;  // [sequences, table_stride]
-  std::int64_t table_stride;
-};
-
-// What one thread computes at a time: some rows of one sequence, for some key heads.
-struct Unit {
-  int sequence;
-  int first_row;  // in the batch
-  int rows;
-  int first_position;
-  int first_head, heads;  // key heads
-};
-
-// Cut the batch into units, the longest contexts of each sequence first. query_start: [sequences + 1] rows of the
-// batch; context: [sequences] tokens after this step.
-inline std::vector<Unit> attention_units(const AttentionShape& s, const std::int32_t* query_start,
-                                         const std::int32_t* context, int sequences, int threads) {
-  const int tile = std::max(1, kTargetRows / s.group());
-  // A decode row reads all heads of a slot together, for they are neighbours in memory, if there are rows enough.
-  const bool together = sequences >= 2 * threads;
-  std::vector<Unit> units;
-  for (int i = 0; i < sequences; ++i) {
-    const int first = query_start[i], count = query_start[i + 1] - first;
-    for (int end = count; end > 0; end -= tile) {
-      const int begin = std::max(0, end - tile);
-      const int position = context[i] - count + begin;
-      const int heads = together && count == 1 ? s.kv_heads : 1;
-      for (int head = 0; head < s.kv_heads; head += heads)
-        units.push_back({i, first + begin, end - begin, position, head, heads});
-    }
-  }
-  return units;
-}
+inline int padded(int dim) { return (dim + kKeys - 1) / kKeys * kKeys; }
 
 // Memory of one thread, reused for every unit.
 class AttentionScratch {
  public:
   explicit AttentionScratch(const AttentionShape& s)
       : key_(kKeys * s.dim),
-        value_(kKeys * s.padded()),
-        query_(rows(s) * s.dim),
+        value_(kKeys * padded(s.dim)),
+        query_(s.unit_rows() * s.dim),
         weight_(kQueryRows * kKeys),
         score_(kQueryRows * kKeys),
-        sum_(rows(s) * s.padded()),
-        peak_(rows(s)),
-        total_(rows(s) * kLanes) {}
+        sum_(s.unit_rows() * padded(s.dim)),
+        peak_(s.unit_rows()),
+        total_(s.unit_rows() * kLanes) {}
 
   bf16* key() { return key_.get(); }        // [dim / 2][64][2]
   bf16* value() { return value_.get(); }    // [padded / 64][32][64][2]
@@ -104,45 +41,9 @@ class AttentionScratch {
   float* total() { return total_.get(); }   // [rows][16]
 
  private:
-  template <class T>
-  class Aligned {
-   public:
-    explicit Aligned(std::size_t count)
-        : memory_(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{kCacheLine}))) {}
-    T* get() { return memory_.get(); }
-
-   private:
-    struct Free {
-      void operator()(T* p) const { ::operator delete(p, std::align_val_t{kCacheLine}); }
-    };
-    std::unique_ptr<T, Free> memory_;
-  };
-
-  // A unit holds one key head's query tile, or one position of all heads.
-  static std::size_t rows(const AttentionShape& s) { return static_cast<std::size_t>(std::max(kTargetRows, s.heads)); }
-
   Aligned<bf16> key_, value_, query_, weight_;
   Aligned<float> score_, sum_, peak_, total_;
 };
-
-// Slots of one key tile; `count` keys are there, the rest of the tile is behind the context.
-struct KeyTile {
-  std::int64_t slot[kKeys];
-  int count;
-};
-
-inline KeyTile key_tile(const PagedKV& kv, const AttentionShape& s, int sequence, int first, int end) {
-  KeyTile tile;
-  tile.count = std::clamp(end - first, 0, kKeys);
-  if (!tile.count) return tile;
-  const std::int32_t* table = kv.block_table + sequence * kv.table_stride;
-  int block = first / s.block_size, offset = first % s.block_size;
-  for (int i = 0; i < tile.count; ++i) {
-    tile.slot[i] = static_cast<std::int64_t>(table[block]) * s.block_size + offset;
-    if (++offset == s.block_size) ++block, offset = 0;
-  }
-  return tile;
-}
 
 inline void transpose(__m512i (&r)[16]) {
   __m512i t[16];
@@ -268,11 +169,11 @@ struct Running {
   float* total;  // [16]
   float* sum;    // [padded]: weights times values
 
-  void raise(float top, float unit, int padded) const {
+  void raise(float top, float unit, int width) const {
     const __m512 shrink = exp2(_mm512_set1_ps((*peak - top) * unit));
     *peak = top;
     _mm512_store_ps(total, _mm512_mul_ps(_mm512_load_ps(total), shrink));
-    for (int d = 0; d < padded; d += kLanes) _mm512_store_ps(sum + d, _mm512_mul_ps(_mm512_load_ps(sum + d), shrink));
+    for (int d = 0; d < width; d += kLanes) _mm512_store_ps(sum + d, _mm512_mul_ps(_mm512_load_ps(sum + d), shrink));
   }
 };
 
@@ -287,7 +188,7 @@ inline void softmax_row(const float* score, bf16* weight, const Running& row, co
     for (int v = 0; v < kVectors; ++v) x[v] = hide(x[v], s, first_key + v * kLanes, position);
   const __m512 top = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
   if (_mm512_cmp_ps_mask(top, _mm512_set1_ps(*row.peak), _CMP_GT_OQ)) [[unlikely]]
-    row.raise(_mm512_reduce_max_ps(top), s.unit(), s.padded());
+    row.raise(_mm512_reduce_max_ps(top), s.unit(), padded(s.dim));
   const __m512 unit = _mm512_set1_ps(s.unit()), low = _mm512_set1_ps(*row.peak * s.unit());
   for (int v = 0; v < kVectors; ++v) x[v] = exp2<4>(_mm512_fmsub_ps(x[v], unit, low));
   const __m512 added = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
@@ -300,31 +201,20 @@ inline Multiply query_tile(int rows) { return pick<kVectors, 0>(rows, std::make_
 // Rows of the unit's key head `h` meet a copied key tile. Row r is query head r % group of position first_position + r
 // / group.
 inline void attend_tile(AttentionScratch& m, const AttentionShape& s, const Unit& u, int h, int first_key, int keys) {
-  const int rows = u.rows * s.group(), padded = s.padded();
+  const int rows = u.rows * s.group(), width = padded(s.dim);
   for (int r = 0; r < rows; r += kQueryRows) {
     const int count = std::min(kQueryRows, rows - r), at = h * rows + r;
     if (first_key > u.first_position + (r + count - 1) / s.group()) continue;
     const Multiply tile = query_tile(count);
-    float* sum = m.sum() + static_cast<std::ptrdiff_t>(at) * padded;
+    float* sum = m.sum() + static_cast<std::ptrdiff_t>(at) * width;
     tile(m.score(), kKeys, false, m.query() + at * s.dim, s.dim, m.key(), s.dim / 2, nullptr);
     for (int i = 0; i < count; ++i)
       softmax_row(m.score() + i * kKeys, m.weight() + i * kKeys,
-                  {m.peak() + at + i, m.total() + (at + i) * kLanes, sum + i * padded}, s, first_key,
+                  {m.peak() + at + i, m.total() + (at + i) * kLanes, sum + i * width}, s, first_key,
                   u.first_position + (r + i) / s.group());
-    for (int d = 0; d < padded; d += kKeys)
-      tile(sum + d, padded, true, m.weight(), kKeys, m.value() + d * kKeys, (keys + 1) / 2, nullptr);
+    for (int d = 0; d < width; d += kKeys)
+      tile(sum + d, width, true, m.weight(), kKeys, m.value() + d * kKeys, (keys + 1) / 2, nullptr);
   }
-}
-
-// Where row `i` of the unit's scratch lies in the batch.
-struct Place {
-  std::int64_t row;
-  int head;
-};
-
-inline Place place(const AttentionShape& s, const Unit& u, int i) {
-  const int rows = u.rows * s.group();
-  return {u.first_row + i % rows / s.group(), (u.first_head + i / rows) * s.group() + i % s.group()};
 }
 
 // Copy the unit's queries together, and start its running softmax. A sink is a key with a score and without a value.
@@ -334,10 +224,10 @@ inline void begin_unit(AttentionScratch& m, const AttentionShape& s, const Unit&
   for (int i = 0; i < rows; ++i) {
     const Place at = place(s, u, i);
     std::memcpy(m.query() + i * s.dim, q + at.row * q_stride + at.head * s.dim, 2 * s.dim);
-    m.peak()[i] = sinks ? sinks[at.head] * kLog2E / s.unit() : std::numeric_limits<float>::lowest();
+    m.peak()[i] = sinks ? sinks[at.head] * kLog2E / s.unit() : kNoPeak;
     _mm512_store_ps(m.total() + i * kLanes, _mm512_maskz_mov_ps(sinks ? 1 : 0, _mm512_set1_ps(1.0f)));
   }
-  std::memset(m.sum(), 0, sizeof(float) * rows * s.padded());
+  std::memset(m.sum(), 0, sizeof(float) * rows * padded(s.dim));
 }
 
 inline void end_unit(AttentionScratch& m, const AttentionShape& s, const Unit& u, bf16* out) {
@@ -346,20 +236,15 @@ inline void end_unit(AttentionScratch& m, const AttentionShape& s, const Unit& u
     bf16* to = out + (at.row * s.heads + at.head) * s.dim;
     const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_load_ps(m.total() + i * kLanes)));
     for (int d = 0; d < s.dim; d += kLanes)
-      store(to + d, _mm512_div_ps(_mm512_load_ps(m.sum() + i * s.padded() + d), total), lanes(s.dim - d));
+      store(to + d, _mm512_div_ps(_mm512_load_ps(m.sum() + i * padded(s.dim) + d), total), lanes(s.dim - d));
   }
 }
 
-// The first key tile that any row of the unit sees.
-inline int first_tile(const AttentionShape& s, const Unit& u) {
-  return s.window ? std::max(0, u.first_position - s.window + 1) / kKeys * kKeys : 0;
-}
-
 // One unit. q: [rows, heads, dim], rows `q_stride` apart; out: [rows, heads, dim]. `then` is this thread's next unit.
-inline void attend(AttentionScratch& m, const AttentionShape& s, const PagedKV& kv, const Unit& u, const Unit* then,
-                   const bf16* q, std::int64_t q_stride, const float* sinks, bf16* out) {
+inline void attend(AttentionScratch& m, const AttentionShape& s, const PagedKV<bf16>& kv, const Unit& u,
+                   const Unit* then, const bf16* q, std::int64_t q_stride, const float* sinks, bf16* out) {
   begin_unit(m, s, u, q, q_stride, sinks);
-  const std::int64_t stride = static_cast<std::int64_t>(s.kv_heads) * s.dim;
+  const std::int64_t stride = s.slot_size();
   const int end = u.first_position + u.rows;
   KeyTile next = key_tile(kv, s, u.sequence, first_tile(s, u), end);
   for (int key = first_tile(s, u); key < end; key += kKeys) {
@@ -387,8 +272,9 @@ inline void attend(AttentionScratch& m, const AttentionShape& s, const PagedKV& 
 }
 
 // Take units from the shared counter until none is left; the next one is claimed early, so that it can be fetched.
-inline void attention(AttentionScratch& m, const AttentionShape& s, const PagedKV& kv, const std::vector<Unit>& units,
-                      std::atomic<int>& counter, const bf16* q, std::int64_t q_stride, const float* sinks, bf16* out) {
+inline void attention(AttentionScratch& m, const AttentionShape& s, const PagedKV<bf16>& kv,
+                      const std::vector<Unit>& units, std::atomic<int>& counter, const bf16* q, std::int64_t q_stride,
+                      const float* sinks, bf16* out) {
   const int count = static_cast<int>(units.size());
   for (int i = counter.fetch_add(1, std::memory_order_relaxed); i < count;) {
     const int then = counter.fetch_add(1, std::memory_order_relaxed);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numbers>
 
 #include "tile_cpu.h"
 
@@ -129,7 +130,7 @@ struct SiluTimes {
     for (int r = 0; r < count; ++r) {
       const __m512 gate = rounded(_mm512_load_ps(sums + r * kPanel));
       const __m512 up = rounded(_mm512_load_ps(sums + r * kPanel + kLanes));
-      const __m512 down = _mm512_add_ps(one, exp2(_mm512_mul_ps(gate, _mm512_set1_ps(-kLog2E))));
+      const __m512 down = _mm512_add_ps(one, exp2(_mm512_mul_ps(gate, _mm512_set1_ps(-std::numbers::log2e_v<float>))));
       store(y + static_cast<std::size_t>(row + r) * columns + column / 2,
             _mm512_mul_ps(rounded(_mm512_div_ps(gate, down)), up));
     }

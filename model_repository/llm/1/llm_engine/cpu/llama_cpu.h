@@ -179,7 +179,7 @@ class Worker {
     meet(&Seconds::linear);
     for (int row = rows().begin; row < rows().end; ++row) place(layer, row);
     meet(&Seconds::small);
-    const PagedKV kv{layer.key, layer.value, step_.block_table, step_.table_stride};
+    const PagedKV<bf16> kv{layer.key, layer.value, step_.block_table, step_.table_stride};
     attention(scratch_, s, kv, units_, counter, a_.qkv, layer.qkv.columns, nullptr, a_.attended);
     meet(&Seconds::attention);
     linear(layer.o, mine(layer.o), a_.attended, step_.rows, start(layer.gate_up), AddTo{a_.x, hidden});
@@ -231,7 +231,7 @@ class Worker {
   Range mine(const Packed& w) const { return share(w.panels(), thread_, threads_); }
   const bf16* start(const Packed& w) const { return w.panel(mine(w).begin); }
 
-  void meet(double Seconds::* kind) {
+  void meet(double Seconds::*kind) {
     barrier_.wait(threads_);
     if (thread_ || !seconds_) return;
     const auto now = Clock::now();

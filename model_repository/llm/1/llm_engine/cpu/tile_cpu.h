@@ -11,12 +11,13 @@
 #include <cstdint>
 #include <utility>
 
+#include "memory_cpu.h"
+
 namespace tokenstream {
 
 using bf16 = std::uint16_t;
 
-constexpr int kLanes = 16;      // floats in a vector
-constexpr int kCacheLine = 64;  // bytes
+constexpr int kLanes = 16;  // floats in a vector
 
 // 16 values each. Narrowing rounds to nearest even and takes subnormals for zero.
 inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
@@ -49,8 +50,6 @@ inline __m512 exp2(__m512 x) {
   for (int i = 1; i <= Degree; ++i) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c[i]));
   return _mm512_scalef_ps(p, _mm512_roundscale_ps(x, rounding));
 }
-
-constexpr float kLog2E = 1.44269504088896341f;
 
 // One register tile: sum[r][c] = (add ? sum[r][c] : 0) + sum over pairs p of a[r][2p] * b[p][c][0] + a[r][2p+1] *
 // b[p][c][1]

@@ -1,0 +1,1 @@
+"""The CPU kernels: their C++ sources, and what compiles them."""

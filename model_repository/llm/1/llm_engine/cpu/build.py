@@ -1,0 +1,151 @@
+"""Compiles the kernels of this folder for this machine, once, and keeps the shared object in a cache folder.
+
+Its name is made of everything it depends on: sources, torch, compiler and the processor's instructions; a file that
+was not written to its end, or was damaged later, is made again. It does not import torch, and does not know what the
+kernels compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+_MAIN = "native_cpu.cpp"
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_BF16_INSTRUCTIONS = ("AVX512F", "AVX512BW", "AVX512DQ", "AVX512VL", "AVX512BF16")  # as native_cpu.cpp asks for
+_BUILD_SECONDS = 300
+_DIGEST_BYTES = 16
+
+
+class NativeUnavailableError(RuntimeError):
+    """The kernels cannot be built or run here, or not for this model. The message is one line: why, and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """What the kernels are made of and with.
+
+    macros: what the compiler defines for this processor: its own version, and the instructions. torch: its folder.
+    """
+
+    compiler: str
+    macros: str
+    torch: Path
+    sources: Path = FOLDER
+
+    @classmethod
+    def found(cls, environ: Mapping[str, str] = os.environ, sources: Path = FOLDER) -> Toolchain:
+        """Look for $CXX, else g++, and for torch. Raises NativeUnavailableError."""
+        name = environ.get("CXX") or "g++"
+        compiler = shutil.which(name, path=environ.get("PATH"))
+        if compiler is None:
+            raise NativeUnavailableError(f"no C++ compiler {name!r} on PATH; install g++ 12 or newer, or set CXX")
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            raise NativeUnavailableError("torch is not installed here")
+        macros = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+        return cls(compiler, macros, Path(spec.origin).parent, sources)
+
+    def require_bf16(self) -> None:
+        """Raise NativeUnavailableError if this processor, or the compiler for it, lacks what the bf16 kernels need."""
+        for name in _BF16_INSTRUCTIONS:
+            if f"#define __{name}__ " not in self.macros:
+                raise NativeUnavailableError(
+                    f"this processor has no {name}, which the bfloat16 kernels need, or {self.compiler} does not know "
+                    f"it; with dtype float32 the attention is native"
+                )
+
+    def target(self, cache: Path) -> Path:
+        """The place of the shared object in `cache`, the folder of all that is made once and kept."""
+        digest = hashlib.blake2b(digest_size=12)
+        for source in sorted(file for file in self.sources.iterdir() if file.suffix in (".h", ".cpp")):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        digest.update((self.torch / "version.py").read_bytes())
+        digest.update("\0".join((self.macros, *_FLAGS)).encode())
+        return cache / "native" / f"tokenstream-{digest.hexdigest()}.so"
+
+
+def is_built(cache: Path, toolchain: Toolchain) -> bool:
+    """Whether `cache` has the shared object, whole."""
+    return _is_whole(toolchain.target(cache))
+
+
+def build(cache: Path, toolchain: Toolchain) -> Path:
+    """Return the shared object, compiled unless `cache` has it. Raises NativeUnavailableError.
+
+    Takes some seconds. Processes that build at once do so one after the other, and the others find the first one's.
+    """
+    target = toolchain.target(cache)
+    if _is_whole(target):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / ".lock"):
+            if not _is_whole(target):
+                _compile(toolchain, target)
+    except OSError as error:
+        raise NativeUnavailableError(f"cannot write to {target.parent}: {error.strerror or error}") from None
+    return target
+
+
+def _compile(toolchain: Toolchain, target: Path) -> None:
+    """Compile beside the target, seal and rename, so that nobody ever loads half a file. The caller holds the lock."""
+    for stale in target.parent.glob(".build-*"):  # a killed build left it
+        shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        libraries = toolchain.torch / "lib"
+        # torch's own OpenMP runtime: a second one in the process would bring its own threads.
+        openmp = [f"-l:{file.name}" for file in sorted(libraries.glob("libgomp*.so*"))[:1]]
+        _run(
+            [
+                *(toolchain.compiler, *_FLAGS, f"-I{toolchain.torch / 'include'}", str(toolchain.sources / _MAIN)),
+                *(f"-L{libraries}", *openmp, "-lc10", "-ltorch_cpu", "-o", str(made)),
+            ]
+        )
+        content = made.read_bytes()
+        made.write_bytes(content + _digest(content))  # the loader does not mind what follows the last section
+        made.replace(target)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a file ends with the digest of what is before: loading a truncated one would kill the process."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return False
+    return _digest(content[:-_DIGEST_BYTES]) == content[-_DIGEST_BYTES:]
+
+
+def _run(command: list[str]) -> str:
+    """Return what `command` prints; NativeUnavailableError if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailableError(f"the C++ compiler {command[0]} did not run: {error}") from None
+    if done.returncode:
+        lines = done.stderr.splitlines() or ["no message"]
+        reason = next((line for line in lines if "error" in line), lines[0])
+        raise NativeUnavailableError(f"the C++ compiler {command[0]} failed: {reason}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
