@@ -1,4 +1,4 @@
-"""The command `tokenstream`: start a server, ask it, talk to it, probe it, add a model to its repository.
+"""The command `tokenstream`: start a server, ask it, talk to it, probe it, measure it, add a model to its repository.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no connection, 4 the server refused, 5 too late, 130 Ctrl-C.
 Every error is one line on standard error that says the cure. It knows how to ask and to print; all else is imported
@@ -7,6 +7,7 @@ when a command needs it, so that `--help` is quick.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -42,6 +43,8 @@ OK, FAILED, NO_CONNECTION, REFUSED, TOO_LATE, INTERRUPTED = 0, 1, 3, 4, 5, 130
 DEMO_PROMPT = "Write one sentence about the sea."
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bench = typer.Typer(no_args_is_help=True, help="Measure, always beside the machine's own limits.")
+app.add_typer(bench, name="bench")
 
 Url = Annotated[str, typer.Option(envvar="TOKENSTREAM_URL", help="HOST:PORT of the server's gRPC endpoint.")]
 ModelName = Annotated[str, typer.Option(help="Name of the model on the server.")]
@@ -143,10 +146,10 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
 ) -> None:
     """Run a Triton server on this machine until Ctrl-C."""
-    from .display import StartProgress, welcome
+    from .display import StageProgress, welcome
     from .server import TritonServer, find_repository, serve_until_signal
 
-    with _one_line_errors(), StartProgress() as progress:
+    with _one_line_errors(), StageProgress() as progress:
         server = TritonServer(
             repository or find_repository(),
             http_port=http_port,
@@ -168,10 +171,10 @@ def serve(
 def demo(repository: Repository = None) -> None:
     """Start a server on free ports, stream one answer, stop the server."""
     from .client import Client
-    from .display import StartProgress
+    from .display import StageProgress
     from .server import TritonServer, find_repository
 
-    with _one_line_errors(), StartProgress() as progress:
+    with _one_line_errors(), StageProgress() as progress:
         with TritonServer(repository or find_repository(), progress=progress) as server:
             progress.stop()
             typer.echo(f"> {DEMO_PROMPT}")
@@ -196,6 +199,33 @@ def new_model(
         source = target if (target / "llm").is_dir() else find_repository()
         made = make(name, model, source / "llm", target)
         typer.echo(f"{made} loads {model}. Serve it with: tokenstream serve --repository {target}")
+
+
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[
+        str | None, typer.Option(help="A Hugging Face id, a folder, a .gguf or package:// path; unset: what llm loads.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, help="0: one per core.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps of each instead of many.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Also compare the logits of every dtype with float32.")
+    ] = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per measurement.")] = False,
+) -> None:
+    """Measure the engine alone, without a server: decode steps and prefills, each beside its limit on this machine."""
+    from .display import StageProgress, bench_report, write
+    from .engine_bench import measure_engine
+
+    with _one_line_errors(), StageProgress() as progress:
+        started = time.monotonic()
+
+        def report(stage: str, done: int, total: int | None) -> None:
+            progress(stage, done, total, time.monotonic() - started)
+
+        results = measure_engine(report, model=model, threads=threads, quick=quick, check=check)
+        progress.stop()
+        write("".join(json.dumps(result) + "\n" for result in results) if json_lines else bench_report(results))
 
 
 def main() -> None:

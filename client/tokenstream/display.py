@@ -1,22 +1,26 @@
-"""What the command line prints: lines, JSON objects, and the progress of a starting server.
+"""What the command line prints: lines, JSON objects, tables, and the progress of what takes a while.
 
-Text out of values, pure but for `write` and `StartProgress`, which draws on standard error.
+Text out of values, pure but for `write` and `StageProgress`, which draws on standard error.
 It does not know where the values come from.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from .results import Chunk, Completion, Stats, Usage
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
+    from rich.table import Table
 
 _STAGES = (
     ("layout", "Preparing the server"),
@@ -24,6 +28,7 @@ _STAGES = (
     ("start", "Starting the server"),
     ("load", "Loading the model"),
 )
+_TABLE_WIDTH = 100
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -77,8 +82,81 @@ Try, in another terminal:
   curl -N {http_url}/v2/models/llm/generate_stream -d '{body}'"""
 
 
-class StartProgress:
-    """Draws a server's start on standard error: a bar where the total is known, else the time that has passed.
+def bench_report(results: Sequence[Mapping[str, Any]]) -> str:
+    """The engine's measurements as text: what was measured on what, then a table of times and one of checks."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=_TABLE_WIDTH)
+    with console.capture() as capture:
+        for result in results:
+            if result["kind"] == "setup":
+                _print(console, _setup_text(result))
+        if times := [result for result in results if result["kind"] in ("decode", "prefill")]:
+            console.print(_times_table(times))
+        if checks := [result for result in results if result["kind"] == "check"]:
+            console.print(_checks_table(check for check in checks if not check["skipped"]))
+        for check in checks:
+            if check["skipped"]:
+                _print(console, f"{check['dtype']} {check['kernels']} does not run here: {check['skipped']}")
+    return capture.get()
+
+
+def _print(console: Console, text: str) -> None:
+    """Print text of others: as it is, but without what could drive a terminal."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _setup_text(setup: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in setup["versions"].items())
+    return f"""\
+{setup["model"]}: {setup["dtype"]}, {setup["kernels"]} kernels, {setup["exact"]}
+{setup["cpu"]}, {setup["cores"]} cores, threads: {setup["threads"]}; {versions}
+reads {setup["read_gb_per_second"]:.1f} GB/s, multiplies {setup["gflop_per_second"]:.0f} GFLOP/s; \
+a step reads {setup["weight_bytes"] / 1e6:.0f} MB of weights and {setup["kv_bytes_per_token"] / 1e3:.1f} kB per token"""
+
+
+def _times_table(times: Iterable[Mapping[str, Any]]) -> Table:
+    table = _table("milliseconds", "median", "min", "max", "rounds", "host", "limit", "ratio", "tokens/s")
+    for time in times:
+        table.add_row(
+            f"decode {time['rows']:2} x {time['tokens']}" if time["kind"] == "decode" else f"prefill {time['tokens']}",
+            *(_short(time[name]) for name in ("median_ms", "min_ms", "max_ms")),
+            " ".join(_short(median) for median in time["rounds_ms"]),
+            _short(time["host_ms"]),
+            f"{_short(time['limit_ms'])} {time['bound']}",
+            f"{time['ratio']:.2f}",
+            f"{time['tokens_per_second']:.0f}",
+        )
+    return table
+
+
+def _short(ms: float) -> str:
+    return f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
+
+
+def _checks_table(checks: Iterable[Mapping[str, Any]]) -> Table:
+    table = _table("logits, against float32", "max error", "mean error", "same token", "mean KL", "NaN", "inf")
+    for check in checks:
+        agreement = "-" if check["argmax_agreement"] is None else f"{check['argmax_agreement']:.1%}"
+        errors = ["-" if check[key] is None else f"{check[key]:.2g}" for key in ("max_error", "mean_error", "mean_kl")]
+        name = f"{check['dtype']} {check['kernels']}"
+        table.add_row(name, *errors[:2], agreement, errors[2], str(check["nan"]), str(check["inf"]))
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+class StageProgress:
+    """Draws the stages of a long command on standard error: a bar where the total is known, and the time.
 
     Where standard error is no terminal, each stage is one line.
     """

@@ -7,6 +7,7 @@ It does not know the scheduler's rules, text, or who waits for a token.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -39,11 +40,15 @@ class InFlight:
 
 
 class Runner:
-    """One model on one device. `asynchronous`: launch returns before the step is computed."""
+    """One model on one device. `asynchronous`: launch returns before the step is computed.
+
+    `model_seconds` sums the time of launched steps in the model's forward; on CUDA that is the time to launch it.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.asynchronous = loaded.device.type == "cuda"
+        self.model_seconds = 0.0
         seats = loaded.config.max_sequences
         self._last_token = torch.zeros(seats, dtype=torch.int64, device=loaded.device)
         self._builder = BatchBuilder(loaded.config.block_size, loaded.scratch_slot, self._last_token)
@@ -59,7 +64,9 @@ class Runner:
     def launch(self, plan: Plan) -> InFlight:
         """Compute one step. On CUDA nothing here waits for the device."""
         batch = self._builder.build(plan)
+        started = perf_counter()
         logits = self.loaded.forward(batch, batch.head_rows)
+        self.model_seconds += perf_counter() - started
         if not batch.sampled:
             return InFlight(plan, None, self._event())
         sampled = self._sampler.sample(
