@@ -1,11 +1,13 @@
 // Linear layers over packed bf16 weights: y = x W^T + bias, for one row or thousands, always by the same sums.
 //
 // A weight [columns, depth] lies in panels of 32 columns, each [depth / 2][32][2], so a tile streams it from front to
-// back. Threads share columns, never depth. It does not know what a layer is for: `finish` gets the sums.
+// back. Threads share panels, never depth. It does not know what a layer is for: `finish` gets the sums.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <vector>
 #include <numbers>
 
 #include "tile_cpu.h"
@@ -71,15 +73,51 @@ void linear_panel(const Packed& w, int panel, const bf16* x, int first_row, int 
   }
 }
 
-// x [rows, depth] times the panels of `range`; finish(row, count, column, sums [count][32]) takes each tile.
-// `next` is what this thread reads afterwards.
+// The panels of one linear, handed out to threads. Each takes its own share from front to back, so that it streams;
+// whoever is done takes from the others', for the cores are shared with other programs and a thread may have to wait.
+class Panels {
+ public:
+  explicit Panels(int threads) : taken_(threads) {}
+
+  // What `thread` computes next of `blocks` blocks of rows times `panels` panels; false if nothing is left.
+  bool take(int thread, int blocks, int panels, int& block, int& panel) {
+    const int threads = static_cast<int>(taken_.size());
+    for (int i = 0; i < threads; ++i) {
+      const int owner = (thread + i) % threads;
+      const Range own = share(panels, owner, threads);
+      const int width = own.end - own.begin, count = blocks * width;
+      std::atomic<int>& taken = taken_[owner].count;
+      if (taken.load(std::memory_order_relaxed) >= count) continue;
+      const int item = taken.fetch_add(1, std::memory_order_relaxed);
+      if (item >= count) continue;
+      block = item / width;
+      panel = own.begin + item % width;
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  struct alignas(kCacheLine) Taken {
+    std::atomic<int> count{0};
+  };
+  std::vector<Taken> taken_;
+};
+
+// x [rows, depth] times the panels that `thread` gets; finish(row, count, column, sums [count][32]) takes each tile.
+// `next` is what this thread reads afterwards. A panel is claimed while the one before it is computed, to be fetched.
 template <class Finish>
-void linear(const Packed& w, Range range, const bf16* x, int rows, const bf16* next, Finish finish) {
+void linear(const Packed& w, Panels& panels, int thread, const bf16* x, int rows, const bf16* next, Finish finish) {
   const int step = std::max(kTileRows, kCachedBytes / (2 * w.depth) / kTileRows * kTileRows);
-  for (int row = 0; row < rows; row += step) {
-    const int count = std::min(step, rows - row);
-    for (int panel = range.begin; panel < range.end; ++panel)
-      linear_panel(w, panel, x, row, count, panel + 1 < range.end ? w.panel(panel + 1) : next, finish);
+  const int blocks = (rows + step - 1) / step;
+  int block, panel, then_block = 0, then_panel = 0;
+  bool more = panels.take(thread, blocks, w.panels(), block, panel);
+  while (more) {
+    more = panels.take(thread, blocks, w.panels(), then_block, then_panel);
+    const int row = block * step;
+    linear_panel(w, panel, x, row, std::min(step, rows - row), more ? w.panel(then_panel) : next, finish);
+    block = then_block;
+    panel = then_panel;
   }
 }
 

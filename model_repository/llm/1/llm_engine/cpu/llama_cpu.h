@@ -2,11 +2,12 @@
 //
 //   x -> norm -> q|k|v -> q/k norm, rope, KV write -> attention -> o, + x -> norm -> gate|up, silu -> down, + x
 //
-// Every value is rounded to bf16 where eager transformers rounds it. Threads share columns of the linears, rows of the
+// Every value is rounded to bf16 where eager transformers rounds it. Threads share panels of the linears, rows of the
 // norms and units of the attention, and meet between stages. It does not know torch, requests or sampling.
 #pragma once
 
 #include <omp.h>
+#include <sched.h>
 
 #include <chrono>
 #include <cmath>
@@ -15,8 +16,8 @@
 
 namespace tokenstream {
 
-// Where threads meet. Each spins for some microseconds, for stages are short, and then sleeps, for the cores are
-// shared.
+// Where threads meet. Each spins for some microseconds, for stages are short; then it lets others run, for the cores are
+// shared and the thread waited for may be on this one; and then it sleeps.
 class Barrier {
  public:
   void wait(int threads) {
@@ -27,19 +28,25 @@ class Barrier {
       phase_.notify_all();
       return;
     }
-    for (int i = 0; i < kSpins; ++i) {
+    for (int i = 0; i < kSpins + kYields; ++i) {
       if (phase_.load(std::memory_order_acquire) != phase) return;
-      _mm_pause();
+      if (i < kSpins)
+        _mm_pause();
+      else
+        sched_yield();
     }
     while (phase_.load(std::memory_order_acquire) == phase) phase_.wait(phase, std::memory_order_acquire);
   }
 
  private:
-  static constexpr int kSpins = 4000;
+  static constexpr int kSpins = 50;
+  static constexpr int kYields = 1000;
 
   alignas(kCacheLine) std::atomic<int> arrived_{0};
   alignas(kCacheLine) std::atomic<int> phase_{0};
 };
+
+constexpr int kLinears = 4;  // of a layer
 
 struct Layer {
   const bf16* input_norm;
@@ -133,13 +140,14 @@ struct Activations {
 class Worker {
  public:
   Worker(const Model& model, const Step& step, const Activations& a, const std::vector<Unit>& units,
-         std::vector<std::atomic<int>>& counters, Barrier& barrier, AttentionScratch& scratch, int thread, int threads,
-         Seconds* seconds)
+         std::vector<std::atomic<int>>& counters, std::vector<Panels>& panels, Barrier& barrier,
+         AttentionScratch& scratch, int thread, int threads, Seconds* seconds)
       : model_(model),
         step_(step),
         a_(a),
         units_(units),
         counters_(counters),
+        panels_(panels),
         barrier_(barrier),
         scratch_(scratch),
         thread_(thread),
@@ -174,7 +182,7 @@ class Worker {
     const int hidden = model_.hidden();
     rms_norm(a_.normed, a_.x, hidden, hidden, layer.input_norm, hidden, model_.eps, rows());
     meet(&Seconds::small);
-    linear(layer.qkv, mine(layer.qkv), a_.normed, step_.rows, start(layer.o),
+    linear(layer.qkv, panels(), thread_, a_.normed, step_.rows, start(layer.o),
            Store{a_.qkv, layer.qkv.columns, layer.qkv_bias});
     meet(&Seconds::linear);
     for (int row = rows().begin; row < rows().end; ++row) place(layer, row);
@@ -182,7 +190,7 @@ class Worker {
     const PagedKV<bf16> kv{layer.key, layer.value, step_.block_table, step_.table_stride};
     attention(scratch_, s, kv, units_, counter, a_.qkv, layer.qkv.columns, nullptr, a_.attended);
     meet(&Seconds::attention);
-    linear(layer.o, mine(layer.o), a_.attended, step_.rows, start(layer.gate_up), AddTo{a_.x, hidden});
+    linear(layer.o, panels(), thread_, a_.attended, step_.rows, start(layer.gate_up), AddTo{a_.x, hidden});
     meet(&Seconds::linear);
   }
 
@@ -190,10 +198,10 @@ class Worker {
     const int hidden = model_.hidden();
     rms_norm(a_.normed, a_.x, hidden, hidden, layer.post_norm, hidden, model_.eps, rows());
     meet(&Seconds::small);
-    linear(layer.gate_up, mine(layer.gate_up), a_.normed, step_.rows, start(layer.down),
+    linear(layer.gate_up, panels(), thread_, a_.normed, step_.rows, start(layer.down),
            SiluTimes{a_.inner, layer.down.depth});
     meet(&Seconds::linear);
-    linear(layer.down, mine(layer.down), a_.inner, step_.rows, start(following), AddTo{a_.x, hidden});
+    linear(layer.down, panels(), thread_, a_.inner, step_.rows, start(following), AddTo{a_.x, hidden});
     meet(&Seconds::linear);
   }
 
@@ -222,14 +230,14 @@ class Worker {
                model_.eps, {0, 1});
     }
     meet(&Seconds::small);
-    linear(model_.head, mine(model_.head), a_.normed, step_.heads, start(model_.layers[0].qkv),
+    linear(model_.head, panels(), thread_, a_.normed, step_.heads, start(model_.layers[0].qkv),
            Store{logits, model_.head.columns, nullptr});
     meet(&Seconds::head);
   }
 
   Range rows() const { return share(step_.rows, thread_, threads_); }
-  Range mine(const Packed& w) const { return share(w.panels(), thread_, threads_); }
-  const bf16* start(const Packed& w) const { return w.panel(mine(w).begin); }
+  Panels& panels() { return panels_[linear_++]; }
+  const bf16* start(const Packed& w) const { return w.panel(share(w.panels(), thread_, threads_).begin); }
 
   void meet(double Seconds::*kind) {
     barrier_.wait(threads_);
@@ -244,6 +252,8 @@ class Worker {
   const Activations& a_;
   const std::vector<Unit>& units_;
   std::vector<std::atomic<int>>& counters_;
+  std::vector<Panels>& panels_;  // one per linear of the step
+  int linear_ = 0;
   Barrier& barrier_;
   AttentionScratch& scratch_;
   const int thread_, threads_;
@@ -257,6 +267,8 @@ inline void forward(const Model& model, const Step& step, const Activations& a, 
   const AttentionShape& shape = model.layers[0].shape;
   const auto units = attention_units(shape, step.query_start, step.context, step.sequences, threads);
   std::vector<std::atomic<int>> counters(model.layers.size());
+  std::vector<Panels> panels;
+  for (std::size_t i = 0; i < kLinears * model.layers.size() + 1; ++i) panels.emplace_back(threads);
   std::vector<AttentionScratch> scratch;
   for (int i = 0; i < threads; ++i) scratch.emplace_back(shape);
   Barrier barrier;
@@ -264,7 +276,7 @@ inline void forward(const Model& model, const Step& step, const Activations& a, 
   {
     // OpenMP may give fewer threads than asked for; the barrier must know.
     const int thread = omp_get_thread_num();
-    Worker(model, step, a, units, counters, barrier, scratch[thread], thread, omp_get_num_threads(), seconds)
+    Worker(model, step, a, units, counters, panels, barrier, scratch[thread], thread, omp_get_num_threads(), seconds)
         .run(logits);
   }
 }

@@ -45,11 +45,9 @@ inline Tensor linear_op(const Tensor& x, const Tensor& weight, std::int64_t colu
   TORCH_CHECK(x.size(1) == w.depth, "x has ", x.size(1), " columns, weight takes ", w.depth);
   Tensor y = x.new_empty({x.size(0), columns});
   const Store finish{data<bf16>(y), w.columns, bias ? vector(*bias, columns, "bias") : nullptr};
+  Panels panels(static_cast<int>(threads));
 #pragma omp parallel num_threads(threads)
-  {
-    const Range range = share(w.panels(), omp_get_thread_num(), omp_get_num_threads());
-    linear(w, range, data<bf16>(x), static_cast<int>(x.size(0)), w.panel(range.begin), finish);
-  }
+  linear(w, panels, omp_get_thread_num(), data<bf16>(x), static_cast<int>(x.size(0)), w.data, finish);
   return y;
 }
 
