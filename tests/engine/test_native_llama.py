@@ -230,3 +230,22 @@ def test_the_seconds_of_a_step_are_told() -> None:
     seconds = torch.zeros(4, dtype=torch.float64)
     OPS.llama_forward(*step_arguments(seconds=seconds))
     assert (seconds > 0).all()
+
+
+def test_the_largest_logit_is_the_first_of_equals_and_nan_wins() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(40, 1003, generator=generator).mul(2).to(torch.bfloat16)
+    logits[1, 77:79] = 50.0
+    logits[2, 500] = logits[2, 900] = torch.inf
+    logits[3, 9] = torch.nan
+    logits[4] = -torch.inf
+    logits[5] = -logits[5].abs() - 1
+    logits[6] = -1.0
+    logits[6, [20, 30]] = torch.tensor([-0.0, 0.0], dtype=torch.bfloat16)
+    peak, place = torch.ops.tokenstream.row_max(logits)
+    expected = logits.max(dim=-1)
+    assert torch.equal(place, expected.indices)
+    assert torch.equal(peak.nan_to_num(7.0), expected.values.nan_to_num(7.0))
+    torch.library.opcheck(torch.ops.tokenstream.row_max.default, (logits[10:],))
+    with pytest.raises(RuntimeError, match="logits"):
+        torch.ops.tokenstream.row_max(logits.float())

@@ -12,6 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from . import native, sampling
 from .batch import BatchBuilder
 from .loading import LoadedModel, probe_exactness
 from .request import Request, SamplingParams, TokenLogprob
@@ -52,7 +53,8 @@ class Runner:
         seats = loaded.config.max_sequences
         self._last_token = torch.zeros(seats, dtype=torch.int64, device=loaded.device)
         self._builder = BatchBuilder(loaded.config.block_size, loaded.scratch_slot, self._last_token)
-        self._sampler = Sampler(seats, loaded.vocab_size, loaded.device)
+        row_max = sampling.row_max if loaded.llama is None else native.row_max
+        self._sampler = Sampler(seats, loaded.vocab_size, loaded.device, row_max)
 
     def admit(self, request: Request) -> None:
         """Write the state of the seat that `request` has just been given."""

@@ -61,6 +61,21 @@ inline Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
   return y;
 }
 
+// Per row of logits [rows, columns]: the largest, bf16 [rows], NaN if there is any, and its first place, int64 [rows].
+inline std::tuple<Tensor, Tensor> row_max(const Tensor& logits) {
+  check(logits, at::kBFloat16, 2, "logits");
+  const std::int64_t columns = logits.size(1);
+  TORCH_CHECK(columns > 0, "logits must have at least one column");
+  Tensor peak = logits.new_empty({logits.size(0)});
+  Tensor place = logits.new_empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  for (std::int64_t row = 0; row < logits.size(0); ++row) {
+    const bf16* from = data<bf16>(logits) + row * columns;
+    place.mutable_data_ptr<std::int64_t>()[row] = first_peak(from, columns);
+    data<bf16>(peak)[row] = from[place.const_data_ptr<std::int64_t>()[row]];
+  }
+  return {peak, place};
+}
+
 inline Layer layer(const Tensor* t, const AttentionShape& s, std::int64_t hidden, const Tensor& key,
                    const Tensor& value) {
   const std::int64_t columns = (s.heads + 2 * s.kv_heads) * s.dim;
@@ -162,6 +177,10 @@ inline Tensor llama_forward(const Tensor& token_ids, const Tensor& positions, co
 inline Tensor linear_meta(const Tensor& x, const Tensor&, std::int64_t columns, const std::optional<Tensor>&,
                           std::int64_t) {
   return x.new_empty_symint({x.sym_size(0), columns});
+}
+inline std::tuple<Tensor, Tensor> row_max_meta(const Tensor& logits) {
+  return {logits.new_empty_symint({logits.sym_size(0)}),
+          logits.new_empty_symint({logits.sym_size(0)}, logits.options().dtype(at::kLong))};
 }
 inline Tensor rms_norm_meta(const Tensor& x, const Tensor&, double) { return x.new_empty_symint(x.sym_sizes()); }
 inline Tensor llama_forward_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,

@@ -131,6 +131,7 @@ TORCH_LIBRARY(tokenstream, m) {
   m.def("pack_linear(Tensor weight, Tensor(a!) out) -> ()");
   m.def("linear(Tensor x, Tensor packed, int columns, Tensor? bias, int threads) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("row_max(Tensor logits) -> (Tensor, Tensor)");
   m.def(
       "llama_forward(Tensor token_ids, Tensor positions, Tensor slot_mapping, Tensor block_table, Tensor query_start, "
       "Tensor context_len, Tensor head_rows, Tensor embedding, Tensor cos, Tensor sin, Tensor[] weights, "
@@ -146,6 +147,7 @@ TORCH_LIBRARY_IMPL(tokenstream, CPU, m) {
   m.impl("pack_linear", pack_linear);
   m.impl("linear", linear_op);
   m.impl("rms_norm", rms_norm_op);
+  m.impl("row_max", row_max);
   m.impl("llama_forward", llama_forward);
 #endif
 }
@@ -157,6 +159,7 @@ TORCH_LIBRARY_IMPL(tokenstream, Meta, m) {
   m.impl("pack_linear", pack_linear_meta);
   m.impl("linear", linear_meta);
   m.impl("rms_norm", rms_norm_meta);
+  m.impl("row_max", row_max_meta);
   m.impl("llama_forward", llama_forward_meta);
 #endif
 }

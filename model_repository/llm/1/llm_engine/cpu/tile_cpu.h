@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -35,6 +36,31 @@ inline void store(bf16* p, __m512 x, __mmask16 m) { _mm256_mask_storeu_epi16(p, 
 // prefetch.
 inline void fetch_near(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
 inline void fetch_far(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
+
+// The order of bf16 as one of 16-bit integers: both zeros alike, every NaN above everything.
+inline __m512i ordered(__m512i x) {
+  const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
+  const __m512i value =
+      _mm512_mask_sub_epi16(magnitude, _mm512_movepi16_mask(x), _mm512_setzero_si512(), magnitude);
+  const __mmask32 nan = _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(0x7f80));
+  return _mm512_mask_blend_epi16(nan, value, _mm512_set1_epi16(0x7fff));
+}
+
+// The first place of the largest of `count` > 0 values.
+inline std::int64_t first_peak(const bf16* x, std::int64_t count) {
+  constexpr int width = 2 * kLanes;
+  const auto at = [=](std::int64_t i) {
+    const auto m = static_cast<__mmask32>(count - i >= width ? 0xffffffffu : (1u << (count - i)) - 1);
+    return _mm512_mask_blend_epi16(m, _mm512_set1_epi16(-0x8000), ordered(_mm512_maskz_loadu_epi16(m, x + i)));
+  };
+  __m512i peaks = at(0);
+  for (std::int64_t i = width; i < count; i += width) peaks = _mm512_max_epi16(peaks, at(i));
+  alignas(kCacheLine) std::int16_t lane[width];
+  _mm512_store_si512(lane, peaks);
+  const __m512i peak = _mm512_set1_epi16(*std::max_element(lane, lane + width));
+  for (std::int64_t i = 0;; i += width)
+    if (const __mmask32 found = _mm512_cmpeq_epi16_mask(at(i), peak)) return i + __builtin_ctz(found);
+}
 
 // 2^x, 0 for -inf, NaN for NaN: minimax polynomials on [-1/2, 1/2], relative error 1e-7 (degree 6, rounding) or 3e-6
 // (degree 4).
