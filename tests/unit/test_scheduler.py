@@ -75,10 +75,10 @@ def test_decoding_rows_come_before_prompts_and_always_fit() -> None:
         assert [chunk.count for chunk in plan.chunks] == [1, 1, 1, 5]
 
 
-def test_prompts_share_the_budget_and_leftovers_flow_on() -> None:
+def test_every_prompt_advances_by_a_block_and_the_shortest_ends_first() -> None:
     m = machine(max_step_tokens=30)
     m.add(request("long", 40), request("short", 5), request("longer", 60))
-    assert counts(m.step()) == {"short": 5, "long": 12, "longer": 13}
+    assert counts(m.step()) == {"short": 5, "long": 21, "longer": 4}
 
 
 def test_a_newcomer_takes_its_share_from_a_prompt_in_progress() -> None:
@@ -92,7 +92,7 @@ def test_a_newcomer_takes_its_share_from_a_prompt_in_progress() -> None:
 def test_every_prompt_gets_a_block_of_the_budget_or_waits() -> None:
     m = machine(max_step_tokens=11, block_size=4)
     m.add(*(request(name, 20) for name in "abc"))
-    assert counts(m.step()) == {"a": 5, "b": 6}
+    assert counts(m.step()) == {"a": 7, "b": 4}
     assert names(m.scheduler.waiting) == ["c"]
 
 

@@ -59,7 +59,7 @@ class EngineConfig:
     cpu_share: int = 1
     max_sequences: int = 32
     max_context: int = 0
-    max_step_tokens: int = 512
+    max_step_tokens: int = 2048
     block_size: int = 32
     kv_tokens: int = 0
     prefix_cache: bool = True

@@ -95,9 +95,10 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose the next step's chunks; seats, blocks, `computed` and `in_flight` change at once, as if it had run.
 
-        Rows of one token come first and always fit. Prompts share the rest evenly; each advances in every step, by at
-        least a block unless it wants less or is alone. If blocks run out for a running request, the last in rank is
-        preempted, be it the request itself, and nobody is admitted in this step.
+        Rows of one token come first and always fit. Every prompt then gets a block, or less if it wants less, so that
+        none stands still; what is left goes to the shortest first, which gives the earliest first tokens. If blocks run
+        out for a running request, the last in rank is preempted, be it the request itself, and nobody is admitted in
+        this step.
         """
         preempted = self._grow_running()
         live = [request for request in self.running if not _end_in_flight(request)]
@@ -105,12 +106,7 @@ class Scheduler:
         prompts = [request for request in live if request.pending > 1]
         admitted = [] if preempted else self._admit(rows, prompts)
         chunks = [_advance(request, 1) for request in rows]
-        # Max-min fairness: who wants less than an equal share gets it all, and its leftover goes to those behind it.
-        budget = self.max_step_tokens - len(rows)
-        prompts.sort(key=lambda request: request.pending)
-        for sharers, request in zip(range(len(prompts), 0, -1), prompts, strict=True):
-            chunks.append(_advance(request, min(request.pending, budget // sharers)))
-            budget -= chunks[-1].count
+        chunks += self._share(prompts, self.max_step_tokens - len(rows))
         return Plan(tuple(chunks), tuple(admitted), tuple(preempted))
 
     def confirm(self, chunk: Chunk) -> None:
@@ -135,6 +131,19 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = Status.FINISHED
+
+    def _share(self, prompts: list[Request], budget: int) -> list[Chunk]:
+        """Give every prompt a block of the budget, and the rest to those that want least."""
+        chunks = []
+        prompts.sort(key=lambda request: request.pending)
+        kept = [min(request.pending, self.pool.block_size) for request in prompts]
+        spare = budget - sum(kept)
+        for request, count in zip(prompts, kept, strict=True):
+            more = max(0, min(request.pending - count, spare))
+            spare -= more
+            # Only a prompt that is alone can have a budget below a block.
+            chunks.append(_advance(request, min(count + more, budget)))
+        return chunks
 
     def _grow_running(self) -> list[Request]:
         """Give each running request, first in rank first, room for its next token; return who was preempted for it.
