@@ -24,6 +24,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.2
 LEAVE_SECONDS = 1.5  # a stub looks for its server every 0.3 s
+STACK_BYTES = 256 << 20  # of address space for each thread, touched only as far as it is used
 KILL_SECONDS = 5.0
 LIFELINE = 0
 WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
@@ -58,11 +59,20 @@ def _execute(command: list[str], status_fd: int, keeper: int) -> None:
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, LIFELINE)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+            _raise_stack_limit()
             os.execvp(command[0], command)  # noqa: S606 (no shell is wanted)
     except OSError as error:
         os.write(2, f"cannot run {command[0]}: {error.strerror}\n".encode())
     finally:
         os._exit(127)
+
+
+def _raise_stack_limit() -> None:
+    """Give the server's threads room: its parser of HTTP forms recurses, and 8 MB would overflow 8 MiB of stack."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
 
 
 def _watch(child: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from .errors import (
     ConnectionFailed,
     ConnectTimeout,
     Draining,
+    IdleTimeout,
     InvalidRequest,
     ModelNotFound,
     NotReady,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from .client import Client
     from .stream import TokenStream
 
-OK, FAILED, NO_CONNECTION, REFUSED, TOO_LATE, INTERRUPTED = 0, 1, 3, 4, 5, 130
+OK, FAILED, NO_CONNECTION, REFUSED, TOO_LATE, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 DEMO_PROMPT = "Write one sentence about the sea."
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -92,6 +94,8 @@ def generate(
     sampling = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
     with _one_line_errors(), _client(url, model, timeout) as client:
         text = sys.stdin.read() if prompt == "-" else prompt
+        if not text:
+            raise typer.BadParameter("the prompt is empty: give at least one character")
         stream = client.stream(text, **sampling) if raw else client.chat(_message(text), **sampling)
         _show(stream, json_lines=json_lines)
 
@@ -163,7 +167,10 @@ def serve(
             progress.stop()
             typer.echo(welcome(server.http_url, server.grpc_url, server.metrics_url, str(server.log_path)))
 
-        code = serve_until_signal(server, on_ready=greet)
+        def mourn(failure: ServerFailed) -> None:
+            typer.echo(_one_line(failure), err=True)
+
+        code = serve_until_signal(server, on_ready=greet, on_death=mourn)
     raise typer.Exit(code)
 
 
@@ -174,6 +181,7 @@ def demo(repository: Repository = None) -> None:
     from .display import StageProgress
     from .server import TritonServer, find_repository
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with _one_line_errors(), StageProgress() as progress:
         with TritonServer(repository or find_repository(), progress=progress) as server:
             progress.stop()
@@ -298,6 +306,9 @@ def _one_line_errors() -> Iterator[None]:
         # The reader (`| head`) has what it wanted; Python's own flush at exit must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(OK) from None
+    except OSError as error:
+        typer.echo(f"tokenstream: cannot write the answer: {error.strerror or error}", err=True)
+        raise typer.Exit(FAILED) from None
 
 
 def _one_line(error: TokenstreamError) -> str:
@@ -316,9 +327,11 @@ _NOBODY = ". Is it running? Start one with: tokenstream serve"
 _CURES: tuple[tuple[type[TokenstreamError], str], ...] = (
     (ConnectionFailed, _NOBODY),
     (ConnectTimeout, _NOBODY),
+    (IdleTimeout, ". Does the model still answer? Ask with: tokenstream probe"),
     (StreamTimeout, ". Ask for less, or allow more with --timeout"),
     (ModelNotFound, ". Name one that it serves with --model"),
     (Overloaded, ". Try again in a moment"),
+    (NotReady, ". If it stays so, start the server again"),
 )
 _EXIT_CODES: tuple[tuple[type[TokenstreamError], int], ...] = (
     (ConnectionFailed, NO_CONNECTION),

@@ -68,6 +68,14 @@ def cache_root(env: Mapping[str, str] = os.environ) -> Path:
     return Path(chosen).expanduser().absolute() if chosen else platformdirs.user_cache_path("tokenstream")
 
 
+def check_path(path: Path, what: str, cure: str) -> None:
+    """Refuse a path from which Triton's Python backend cannot start a model: it writes it into a shell command."""
+    if not str(path).isascii() or re.search(r"[\s'\"$`&;|<>()*?\\]", str(path)):
+        raise SetupError(
+            f"{what} {str(path)!r} has a space or sign that Triton cannot start a Python model from: {cure}"
+        )
+
+
 def locate() -> Layout:
     """Find everything a server needs; SetupError naming the first thing that is missing or too old."""
     check_platform()

@@ -7,9 +7,12 @@ It does not know how a token is drawn.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
+
+from .errors import InvalidRequest
 
 DEFAULT_URL = "127.0.0.1:8001"  # where Triton's gRPC endpoint is if nothing else is said
 
@@ -49,9 +52,12 @@ def sampling_json(sampling: Sampling, seed: int) -> str:
     """The wire's JSON object, with `seed` in it whatever the caller gave.
 
     A seed is always sent: an answer whose seed only the server knows could not be resumed on another one.
-    Raises TypeError naming an unknown keyword or a value that JSON cannot hold, ValueError for NaN and infinity.
+    Raises TypeError naming an unknown keyword or a value that JSON cannot hold, InvalidRequest for NaN and infinity.
     """
     if unknown := sorted(set(sampling) - SAMPLING_NAMES):
         raise TypeError(f"{unknown[0]!r} is no sampling parameter; known ones are {', '.join(sorted(SAMPLING_NAMES))}")
     given = {name: value for name, value in sampling.items() if value is not None}
-    return json.dumps(given | {"seed": seed}, allow_nan=False, ensure_ascii=False)
+    for name, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequest(f"{name} must be a finite number, got {value}")
+    return json.dumps(given | {"seed": seed}, ensure_ascii=False)

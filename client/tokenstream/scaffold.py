@@ -34,6 +34,8 @@ def new_model(name: str, spec: str, source: Path, repository: Path) -> Path:
     """
     if not _NAME.fullmatch(name):
         raise ScaffoldError(f"{name!r} is no model name: use up to 64 letters, digits and _ . - (not first)")
+    if (path := _path(spec)) is not None and not path.exists():
+        raise ScaffoldError(f"there is no model at {path}: give a folder, a .gguf file, package:// or a hub id")
     target = repository / name
     if target.exists():
         raise ScaffoldError(f"{target} exists already: choose another name, or remove it first")
@@ -68,4 +70,10 @@ def edit_config(text: str, name: str, spec: str) -> str:
 
 def _absolute(spec: str) -> str:
     """A path is written out whole, for the server starts elsewhere; a hub id or an URI stays as it is."""
-    return str(Path(spec).expanduser().resolve()) if spec.startswith((".", "~")) else spec
+    path = _path(spec)
+    return spec if path is None else str(path)
+
+
+def _path(spec: str) -> Path | None:
+    """What `spec` names on this disk, if it is a path at all; `${...}` is known only where the server runs."""
+    return Path(spec).expanduser().resolve() if spec.startswith((".", "~", "/")) and "${" not in spec else None

@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Protocol, Self
 
 from .diagnosis import ServerFailed, SetupError, explain, taken_port
-from .layout import Layout, cache_root, locate
+from .layout import Layout, cache_root, check_path, locate
 from .ports import Ports, choose_ports
 from .prepare import prepare
 from .process import Process
@@ -189,6 +189,8 @@ class TritonServer:
         models = read_repository(self.repository, self.model_names, self._env)
         layout = locate()
         cache = cache_root(self._env)
+        check_path(self.repository, "the model repository", "move it, or link to it from elsewhere")
+        check_path(cache, "the cache folder", "name another with TOKENSTREAM_CACHE")
         folder = RunFolder(cache / "run", files=self._run_dir)
         marks = {"TOKENSTREAM_CACHE": str(cache), "TOKENSTREAM_RUN_DIR": str(folder.files), RUN_ID: folder.id}
         names = tuple(model.name for model in models)
@@ -236,6 +238,15 @@ class TritonServer:
         while (code := process.wait(_POLL_SECONDS)) is None:
             self._check_interrupt()
         return code
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether all models have been ready."""
+        return self._ready
+
+    def death(self, code: int) -> ServerFailed:
+        """What to say of a ready server that ended by itself with `code`; its log is kept."""
+        return self._failure(f"the server {_how(code)} while it was serving: see its log, then start it again")
 
     def stop(self, timeout: float | None = None) -> int:
         """Take the server down, remove what it left, and return its exit code (0 if it was never started).
@@ -292,8 +303,7 @@ class TritonServer:
         port = taken_port(log)
         ours = port is not None and port not in astuple(self._asked_ports)
         if not ours or self._attempts >= _PORT_ATTEMPTS:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise self._failure(explain(log) or f"the server {how} before it was ready: see its log")
+            raise self._failure(explain(log) or f"the server {_how(code)} before it was ready: see its log")
         self._running().close(0)
         self._spawn()
 
@@ -330,14 +340,23 @@ class TritonServer:
         return self._process
 
 
+def _how(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
 def serve_until_signal(
-    server: TritonServer, *, timeout: float = 600.0, on_ready: Callable[[], None] | None = None
+    server: TritonServer,
+    *,
+    timeout: float = 600.0,
+    on_ready: Callable[[], None] | None = None,
+    on_death: Callable[[ServerFailed], None] | None = None,
 ) -> int:
     """Run `server` until it ends or SIGINT or SIGTERM comes, at whatever moment; return the shell's exit code for it.
 
-    The first signal is passed on as SIGTERM, a second one kills. `on_ready` is called once all models are ready.
-    The result is the server's own code (0 for an orderly end), 128 + n for a death by signal n, or for signal n coming
-    before there was a server. Only in the main thread. Raises SetupError; the server is down when this returns.
+    The first signal is passed on as SIGTERM, a second one kills. `on_ready` is called once all models are ready,
+    `on_death` if the server then ends without having been asked to. The result is the server's own code (0 for an
+    orderly end), 128 + n for a death by signal n, or for signal n coming before it was ready. Only in the main thread.
+    Raises SetupError; the server is down when this returns.
     """
     received: list[int] = []
 
@@ -351,13 +370,15 @@ def serve_until_signal(
             server.wait_ready(timeout)
             if on_ready is not None:
                 on_ready()
-            server.wait()
+            failure = server.death(server.wait())
+            if on_death is not None:
+                on_death(failure)
         except Interrupted:
             pass
         finally:
             server.stop()
     code = server.returncode
-    if code is None:
+    if code is None or (received and not server.was_ready):
         return 128 + (received[0] if received else signal.SIGINT)
     return code if code >= 0 else 128 - code
 

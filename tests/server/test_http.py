@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import urllib.error
+import urllib.request
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
@@ -135,3 +137,14 @@ def test_operations_are_answered_over_http(web: Web, client: Client) -> None:
     assert ids == client.tokenize(PROMPT)
     assert web.post("generate", operation="detokenize", input_ids=ids).json["text_output"] == PROMPT
     assert json.loads(web.post("generate", operation="info").json["text_output"])["vocab_size"] == 49152
+
+
+def test_a_huge_form_is_refused_and_the_server_goes_on(server: TritonServer, client: Client) -> None:
+    body = b'{"text_input": "' + b"x" * 9_000_000 + b'", "stream": false}'
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    request = urllib.request.Request(f"{server.http_url}/v2/models/llm/generate", data=body, headers=form)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    with refused.value as page:
+        assert page.code == 400
+    assert client.generate(PROMPT, max_tokens=1).usage.output_tokens == 1

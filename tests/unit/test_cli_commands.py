@@ -301,3 +301,9 @@ def test_a_missing_repository_is_one_line(tmp_path):
 
 def test_a_model_cannot_drive_the_terminal():
     assert printable("a\x1b[31mb\x07\r\n\tc\u009b") == "a[31mb\n\tc"
+
+
+def test_an_empty_prompt_is_wrong_usage() -> None:
+    result = CliRunner().invoke(app, ["generate", ""])
+    assert result.exit_code == 2
+    assert "the prompt is empty" in result.stderr

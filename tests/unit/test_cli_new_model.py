@@ -82,9 +82,17 @@ def test_the_new_folder_is_a_whole_copy_without_caches(repository):
 def test_a_relative_path_is_written_out_whole_and_a_hub_id_is_not(repository, monkeypatch):
     monkeypatch.chdir(repository)
     (repository / "org").mkdir()
+    (repository / "weights").mkdir()
     for name, spec, written in (("a", "./weights", str(repository / "weights")), ("b", "org/x", "org/x")):
         new_model(name, spec, repository / "llm", repository)
         assert f'string_value: "{written}"' in (repository / name / "config.pbtxt").read_text()
+
+
+def test_a_path_that_is_not_there_is_refused_and_nothing_is_made(repository):
+    result = CliRunner().invoke(app, ["new-model", "small", "--model", "/nowhere/x", "--repository", str(repository)])
+    assert result.exit_code == 1
+    assert "there is no model at /nowhere/x" in result.stderr
+    assert not (repository / "small").exists()
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b", "x" * 65, "é"])

@@ -185,3 +185,9 @@ def test_server_info_keeps_what_it_does_not_know():
 def test_a_clock_that_no_answer_can_meet_is_refused_by_name(seconds):
     with pytest.raises(ValueError, match="first_token"):
         Timeout(first_token=seconds)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_json_cannot_hold_is_refused_by_name(value):
+    with pytest.raises(InvalidRequest, match="temperature must be a finite number"):
+        sampling_json({"temperature": value}, 1)

@@ -145,3 +145,10 @@ def test_a_folder_that_cannot_be_written_is_one_line_that_names_the_setting(numb
 def test_the_cache_is_where_the_user_says() -> None:
     assert cache_root({"TOKENSTREAM_CACHE": "/some/where"}) == Path("/some/where")
     assert cache_root({}).name == "tokenstream"
+
+
+@pytest.mark.parametrize("path", ["/a b/c", "/m\u00f6del", "/it's", "/a$b"])
+def test_a_path_that_triton_cannot_start_a_model_from_is_refused_with_the_cure(path: str) -> None:
+    layout.check_path(Path("/plain/path-1.0_x"), "the cache folder", "name another")
+    with pytest.raises(SetupError, match=r"the cache folder .* name another"):
+        layout.check_path(Path(path), "the cache folder", "name another")

@@ -24,6 +24,13 @@ def run(command: str, log: Path, mark: str = "", *, pipe: bool = False) -> Proce
     return Process(["sh", "-c", command], {**os.environ, "TOKENSTREAM_RUN_ID": mark}, log, pipe=pipe)
 
 
+def seen(mark: str, pid: int) -> bool:
+    deadline = time.monotonic() + 10  # the environment of a process that is just being made cannot be read
+    while pid not in processes(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return pid in processes(mark)
+
+
 def gone(mark: str) -> bool:
     deadline = time.monotonic() + 10
     while processes(mark) and time.monotonic() < deadline:
@@ -85,7 +92,7 @@ def test_a_child_and_its_children_die_with_a_killed_parent(log: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", code, log], env=env, stdout=subprocess.PIPE)
     with parent:
         assert parent.stdout is not None
-        assert int(parent.stdout.readline()) in processes("killed-parent")
+        assert seen("killed-parent", int(parent.stdout.readline()))
         parent.kill()
     assert gone("killed-parent")
 

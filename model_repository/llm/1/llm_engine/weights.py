@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int | None], None]
 
 _CONVERSION = 1  # raised when the converted files change, so that old ones are made again
 _PACKAGE = "package://"
-_SPACE_FACTOR = 6  # a 4-bit GGUF grows to 16 bits per weight; twice that while the shards are written
+_SPACE_FACTOR = 4  # a 4-bit GGUF grows to 16 bits per weight
 
 
 def silent(_stage: str, _done: int, _total: int | None) -> None:
@@ -119,19 +119,31 @@ def _from_hub(spec: str, progress: Progress) -> Path:
 def _converted(file: Path, cache: Path, progress: Progress) -> Path:
     progress("reading the weights file", 0, None)
     target = cache / "weights" / f"{file.stem}-{_digest(file)}-v{_CONVERSION}"
-    if target.is_dir():
+    if _sound(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / f".{target.name}.lock"):
-            if target.is_dir():  # another process has just made it
+            if _sound(target):  # another process has just made it
                 return target
+            shutil.rmtree(target, ignore_errors=True)  # what is there was damaged later, and can be made again
             _convert(file, target, progress)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise _no_space(target.parent, file) from None
         raise ConfigError(f"cannot write converted weights to {target.parent}: {error.strerror or error}") from None
     return target
+
+
+def _sound(folder: Path) -> bool:
+    """Whether a converted model is there, as far as its own headers tell."""
+    try:
+        _checked_folder(folder)
+        for name in ("config.json", "tokenizer.json"):
+            json.loads((folder / name).read_bytes())
+    except (ConfigError, OSError, ValueError):
+        return False
+    return True
 
 
 def _convert(file: Path, target: Path, progress: Progress) -> None:
