@@ -95,6 +95,7 @@ class TokenStream:
         self._timeout = timeout
         self._url = url
         self._cancelled = False
+        self._ended = False
         self._failure: TokenstreamError | None = None
         self._cancel_call = weakref.finalize(self, call.cancel)
 
@@ -115,9 +116,9 @@ class TokenStream:
                 raise
             if self._answer.final:
                 self._call.half_close()
-                self._cancel_call.detach()
             if chunk is not None:
                 return chunk
+        self._let_end()
         raise StopIteration
 
     def __enter__(self) -> Self:
@@ -128,6 +129,8 @@ class TokenStream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Cancel what has not ended."""
+        if self._answer.final:
+            self._let_end()
         self.cancel()
 
     def cancel(self) -> None:
@@ -203,10 +206,13 @@ class TokenStream:
         return None
 
     def _let_end(self) -> None:
-        """Close our side behind an error and wait for the RPC to end by itself.
+        """Close our side behind the last response and wait for the RPC to end by itself.
 
-        Cancelling a stream whose request Triton itself refused pins the model: 2.51 then cannot stop in order.
+        An RPC that is cancelled at this point, by hanging up say, can pin the model: 2.51 then cannot stop in order.
         """
+        if self._ended:
+            return
+        self._ended = True
         self._call.half_close()
         deadline = time.monotonic() + _END_SECONDS
         with suppress(Empty):

@@ -110,7 +110,7 @@ def load(config: EngineConfig) -> LoadedModel:
 
     attention.register()
     device = torch.device(config.device)
-    config = _resolve_threads_and_dtype(config, device)
+    config = _resolve_dtype(config, device)
     folder = weights.prepare(config.model)
     dtype = getattr(torch, config.dtype)
     try:
@@ -140,6 +140,7 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> Loa
         )
     model.set_attn_implementation(attention.NAME)
     device = next(model.parameters()).device
+    config = _resolve_threads(config, device)
     dtype = getattr(torch, config.dtype)
     shapes = _discover_attention(model, device)
     if len(shapes) != text_config.num_hidden_layers:
@@ -217,13 +218,18 @@ def _discover_attention(model: Any, device: torch.device) -> dict[nn.Module, tup
     return found
 
 
-def _resolve_threads_and_dtype(config: EngineConfig, device: torch.device) -> EngineConfig:
+def _resolve_dtype(config: EngineConfig, device: torch.device) -> EngineConfig:
+    dtype = choose_dtype(device) if config.dtype == "auto" else config.dtype
+    log.info("dtype %s (asked: %s)", dtype, config.dtype)
+    return replace(config, dtype=dtype)
+
+
+def _resolve_threads(config: EngineConfig, device: torch.device) -> EngineConfig:
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.cpu_share)
     if device.type == "cpu":
         torch.set_num_threads(threads)
-    dtype = choose_dtype(device) if config.dtype == "auto" else config.dtype
-    log.info("device %s, %d threads, dtype %s (asked: %s)", device, threads, dtype, config.dtype)
-    return replace(config, threads=threads, dtype=dtype)
+    log.info("device %s, %d threads", device, threads)
+    return replace(config, threads=threads)
 
 
 def _choose_kernels(model: Any, config: EngineConfig, device: torch.device) -> tuple[EngineConfig, NativeLlama | None]:
