@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import TokenstreamError
+
+_LOG_BYTES = 1 << 20  # of free space under which a log may have been cut
 
 
 class SetupError(TokenstreamError):
@@ -55,6 +58,14 @@ def taken_port(log: str) -> int | None:
     """The port that made the server give up because another program listens on it; None if that was not it."""
     found = _TAKEN.search(log)
     return int(found[2]) if found else None
+
+
+def full_disk(folder: Path) -> str | None:
+    """One line if `folder` has no room left even for a log, so that the log could not say it."""
+    free = shutil.disk_usage(folder).free
+    if free >= _LOG_BYTES:
+        return None
+    return f"no space left in {folder} ({free >> 10} KiB free): free some, or set TOKENSTREAM_CACHE to another folder"
 
 
 def explain(log: str) -> str | None:

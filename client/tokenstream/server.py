@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol, Self
 
-from .diagnosis import ServerFailed, SetupError, explain, taken_port
+from .diagnosis import ServerFailed, SetupError, explain, full_disk, taken_port
 from .layout import Layout, cache_root, check_path, locate
 from .ports import Ports, choose_ports
 from .prepare import prepare
@@ -303,7 +303,8 @@ class TritonServer:
         port = taken_port(log)
         ours = port is not None and port not in astuple(self._asked_ports)
         if not ours or self._attempts >= _PORT_ATTEMPTS:
-            raise self._failure(explain(log) or f"the server {_how(code)} before it was ready: see its log")
+            reason = explain(log) or full_disk(self.log_path.parent)
+            raise self._failure(reason or f"the server {_how(code)} before it was ready: see its log")
         self._running().close(0)
         self._spawn()
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from tokenstream.diagnosis import explain, taken_port
+from tokenstream.diagnosis import explain, full_disk, taken_port
 
 PREFIX = "E1130 03:44:54.813756 4792 model_lifecycle.cc:642] "
 FATAL = "\nerror: creating server: Internal - failed to load all models\n"
@@ -64,3 +69,9 @@ def test_an_unknown_failure_gives_the_servers_last_word_or_nothing() -> None:
     assert explain("error: creating server: Internal - odd") == "the server could not start: Internal - odd"
     assert explain("I1130 all is well") is None
     assert taken_port("I1130 all is well") is None
+
+
+def test_a_full_disk_is_told_where_the_log_could_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert full_disk(tmp_path) is None
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=40960))
+    assert re.match(rf"no space left in {tmp_path} \(40 KiB free\): free some", full_disk(tmp_path) or "")
