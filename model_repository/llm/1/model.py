@@ -103,7 +103,7 @@ class TritonPythonModel:
     # --- Triton's thread --------------------------------------------------------------------------------------------
 
     def _accept(self, request: Any) -> None:
-        from llm_engine.request import Code, RequestError
+        from llm_engine.request import RequestError
 
         stream = _Stream(request.get_response_sender(), Call(request_id=request.request_id()))
         try:
@@ -113,7 +113,7 @@ class TritonPythonModel:
             self._outbox.put(_Reply(stream, [], error))
         except Exception as error:  # execute never raises: Triton would fail every request and show a traceback
             log.exception("a request could not be accepted")
-            self._outbox.put(_Reply(stream, [], RequestError(f"internal error: {type(error).__name__}", Code.INTERNAL)))
+            self._outbox.put(_Reply(stream, [], _internal(error)))
 
     def _start(self, stream: _Stream) -> None:
         from llm_engine.request import Request
@@ -161,12 +161,9 @@ class TritonPythonModel:
             try:
                 if isinstance(item, _Reply):
                     self._finish(item.stream, item.tensors, item.error)
-                elif self._merge_limit == 1:
-                    for delta in item:
-                        self._send([delta])
                 else:
-                    for deltas in self._merged(item):
-                        self._send(deltas)
+                    for deltas in [[delta] for delta in item] if self._merge_limit == 1 else self._merged(item):
+                        self._send_or_end(deltas)
             except Exception:  # one response that cannot be sent must not silence all other streams
                 log.exception("a response could not be sent")
 
@@ -188,9 +185,23 @@ class TritonPythonModel:
                 break
         return [run for runs in by_request.values() for run in runs]
 
-    def _send(self, deltas: list[Any]) -> None:
+    def _send_or_end(self, deltas: list[Any]) -> None:
+        """Send deltas of one request; if that fails, end it with an error: without FINAL its client would hang."""
+        key = deltas[0].request_id
+        stream = self._streams.get(key)
+        if stream is None:  # it was ended here before
+            return
+        try:
+            self._send(stream, deltas)
+        except Exception as error:
+            log.exception("a response of request %s could not be sent", stream.call.request_id)
+            self._streams.pop(key, None)
+            self._engine.cancel(key)
+            self._finish(stream, [], _internal(error))
+
+    def _send(self, stream: _Stream, deltas: list[Any]) -> None:
         """Send consecutive deltas of one request as one response; or keep them, for a request that wants one answer."""
-        stream, last = self._streams[deltas[0].request_id], deltas[-1]
+        last = deltas[-1]
         stream.tokens += sum(len(delta.token_ids) for delta in deltas)
         if not stream.call.stream:
             stream.waiting.extend(deltas)
@@ -225,6 +236,12 @@ class TritonPythonModel:
                         continue
                     stream.cancelled = True
                 self._engine.cancel(key)
+
+
+def _internal(error: Exception) -> Exception:
+    from llm_engine.request import Code, RequestError
+
+    return RequestError(f"internal error: {type(error).__name__}", Code.INTERNAL)
 
 
 def _device(args: dict[str, str], config: dict[str, Any]) -> dict[str, Any]:

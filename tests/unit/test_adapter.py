@@ -1,0 +1,76 @@
+"""The Triton adapter's sender, over a stand-in for the module that only a stub process has."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llm_engine.request import Delta, FinishReason
+
+
+class Sender:
+    """Notes what is sent; the response with index `broken` cannot be."""
+
+    def __init__(self, broken: int | None) -> None:
+        self.broken = broken
+        self.sent: list[tuple[Any, int]] = []
+
+    def send(self, response: Any, flags: int = 0) -> None:
+        if response.error is None and len(self.sent) == self.broken:
+            self.broken = None
+            raise OSError("no room")
+        self.sent.append((response, flags))
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    error = type("TritonError", (), {"INTERNAL": 1, "__init__": lambda self, text, code: setattr(self, "text", text)})
+    backend = SimpleNamespace(
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+        TritonError=error,
+        InferenceResponse=lambda tensors, failure=None: SimpleNamespace(tensors=tensors, error=failure),
+        Tensor=lambda name, array: (name, array),
+    )
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    return importlib.import_module("model")
+
+
+def answered(model: Any, broken: dict[str, int]) -> tuple[dict[str, Sender], list[str]]:
+    """Send three tokens to requests a and b in turn; return their senders and whom the engine was told to cancel."""
+    adapter = model.TritonPythonModel()
+    cancelled: list[str] = []
+    adapter._merge_limit, adapter._outbox = 1, SimpleQueue()
+    adapter._engine = SimpleNamespace(cancel=cancelled.append)
+    senders = {key: Sender(broken.get(key)) for key in "ab"}
+    call = {"outputs": frozenset({"token_ids"})}
+    adapter._streams = {key: model._Stream(senders[key], model.Call(key, **call)) for key in "ab"}
+    for index in range(3):
+        reason = FinishReason.LENGTH if index == 2 else None
+        adapter._outbox.put([Delta(key, index, (7,), "x", 1, finish_reason=reason) for key in "ab"])
+    adapter._outbox.put(None)
+    adapter._send_all()
+    assert adapter._streams == {}
+    return senders, cancelled
+
+
+def test_every_token_is_one_response_and_the_last_is_final(model: Any) -> None:
+    senders, cancelled = answered(model, {})
+    assert [[flags for _, flags in sender.sent] for sender in senders.values()] == [[0, 0, 1], [0, 0, 1]]
+    assert cancelled == []
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_response_that_cannot_be_sent_ends_its_request_alone_with_one_final(model: Any, broken: int) -> None:
+    senders, cancelled = answered(model, {"a": broken})
+    last, flags = senders["a"].sent[-1]
+    assert [f for _, f in senders["a"].sent] == [0] * broken + [1]
+    assert flags == 1
+    assert "internal error: OSError [request=a tokens=" in last.error.text
+    assert cancelled == ["a"]
+    assert [flags for _, flags in senders["b"].sent] == [0, 0, 1]
