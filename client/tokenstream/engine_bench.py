@@ -1,4 +1,4 @@
-"""Measures the engine of the model `llm` without a server: `python -m llm_engine.bench` out of the model repository.
+"""Measures the engine of the model `llm` without a server: `python -m llm_tools.bench` out of the model repository.
 
 The child measures and reports; what its results mean is told by the engine's own bench module. It does not know how
 they are shown.
@@ -34,8 +34,8 @@ def measure_engine(
     SetupError with the child's own line if it fails, and if the repository cannot measure.
     """
     served = read_repository(repository or find_repository(), ["llm"])[0]
-    if not (served.version / "llm_engine" / "bench.py").is_file():
-        raise SetupError(f"the model in {served.version} has no llm_engine/bench.py to measure it with")
+    if not (served.version / "llm_tools" / "bench.py").is_file():
+        raise SetupError(f"the model in {served.version} has no llm_tools/bench.py to measure it with")
     arguments = [model or served.spec, f"--threads={threads}"]
     arguments += [flag for flag, given in (("--quick", quick), ("--check", check)) if given]
     results: list[Result] = []
@@ -47,7 +47,7 @@ def measure_engine(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "bench.log"
         failure = run_module(
-            served.version, "llm_engine.bench", arguments, env=os.environ, log=log, report=report, hear=hear
+            served.version, "llm_tools.bench", arguments, env=os.environ, log=log, report=report, hear=hear
         )
     if failure is not None:
         raise SetupError(f"the engine cannot be measured: {failure}")

@@ -1,4 +1,4 @@
-"""Runs a module of a model's own `llm_engine` as a child process and hears what it reports, in lines of JSON.
+"""Runs a module of a model's own version folder as a child process and hears what it reports, in lines of JSON.
 
 A line is progress, {"stage": "convert", "done": 48, "total": 272}, or {"error": "one line"} before exit code 1, or the
 module's own. This module knows that protocol alone: not what a module does, nor what it needs installed.

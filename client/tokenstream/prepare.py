@@ -1,7 +1,7 @@
 """Has a model's weights converted before its server starts, where progress can be shown and a fault is one line.
 
-The work is done by a child process, `python -m llm_engine.weights SPEC` out of the model. A model without
-`llm_engine/weights.py` needs no preparation. This module does not know what the child does.
+The work is done by a child process, `python -m llm_tools.weights SPEC` out of the model. A model without
+`llm_tools/weights.py` needs no preparation. This module does not know what the child does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def prepare(model: Model, env: Mapping[str, str], log: Path, report: Report, che
 
     `check` is called at least every 0.1 s and ends the child by raising. Raises SetupError with the child's own line.
     """
-    if not model.spec or not (model.version / "llm_engine" / "weights.py").is_file():
+    if not model.spec or not (model.version / "llm_tools" / "weights.py").is_file():
         return
     arguments = [model.spec]
-    failure = run_module(model.version, "llm_engine.weights", arguments, env=env, log=log, report=report, check=check)
+    failure = run_module(model.version, "llm_tools.weights", arguments, env=env, log=log, report=report, check=check)
     if failure is not None:
         raise SetupError(f"model {model.name!r} cannot be prepared: {failure}")

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from engine import tiny_models
-from llm_engine import loading, native
+from llm_engine import loading
 from llm_engine.config import EngineConfig, cache_folder
-from llm_engine.cpu.build import NativeUnavailableError
 from llm_engine.engine import Engine
 from llm_engine.loading import LoadedModel
 from llm_engine.request import Delta, Request, SamplingParams
 from llm_engine.scheduler import Plan
+from llm_kernels import native
+from llm_kernels.build import NativeUnavailableError
 
 WAIT = 60.0  # seconds; no test comes near it unless it fails
 _NUMBERS = count()

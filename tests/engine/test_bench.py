@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from engine import driver, tiny_models
-from llm_engine import accuracy, bench, native
-from llm_engine.bench import QUICK, BenchError, Case, Measurement, Setup
 from llm_engine.config import EngineConfig
-from llm_engine.cpu.build import NativeUnavailableError
 from llm_engine.engine import Engine
-from llm_engine.limits import Limits, Work
+from llm_kernels import native
+from llm_kernels.build import NativeUnavailableError
+from llm_tools import accuracy, bench
+from llm_tools.bench import QUICK, BenchError, Case, Measurement, Setup
+from llm_tools.limits import Limits, Work
 
 HIDDEN, INNER, LAYERS, HEAD_DIM = 32, 64, 2, 8  # of tiny_models, with 4 query heads and 2 key heads
 KV_PER_LAYER = 2 * 2 * HEAD_DIM * 4  # bytes of a token: keys and values, two heads, float32
@@ -41,7 +42,7 @@ def silent(_stage: str, _done: int, _total: int | None) -> None:
 
 
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    """Exit code and lines of `python -m llm_engine.bench`."""
+    """Exit code and lines of `python -m llm_tools.bench`."""
     monkeypatch.setattr(sys, "argv", ["bench", "--threads", "1", *arguments])
     code = bench.main()
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -15,7 +15,7 @@ from engine import driver
 from llm_engine import attention
 from llm_engine.attention import KVCache, Layout, Mask
 from llm_engine.batch import Batch, Span
-from llm_engine.native import PagedLayout
+from llm_kernels.native import PagedLayout
 
 TOLERANCE = {"float32": 3e-5, "bfloat16": 0.03}  # absolute, of values around 1; bf16 rounds weights and results
 each_dtype = pytest.mark.parametrize("dtype", driver.native_dtypes())

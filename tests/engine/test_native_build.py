@@ -17,10 +17,10 @@ import pytest
 
 from engine import driver
 from llm_engine.config import ConfigError
-from llm_engine.cpu import build as native_build
-from llm_engine.cpu.build import NativeUnavailableError, Toolchain, build, is_built
+from llm_kernels import build as native_build
+from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
 
-VERSION = Path(native_build.FOLDER).parent.parent  # the folder that holds llm_engine
+VERSION = Path(native_build.FOLDER).parent  # the folder that holds llm_engine
 WAIT = 60.0
 COMPILE = 'while [ "$1" != "-o" ]; do shift; done; echo "made by $$" > "$2"; echo made >> "$LOG"'
 
@@ -105,7 +105,7 @@ def test_a_damaged_file_is_built_again(tmp_path: Path, damage: str) -> None:
 BUILD = """
     import sys
     from pathlib import Path
-    from llm_engine.cpu.build import Toolchain, build
+    from llm_kernels.build import Toolchain, build
     print(build(Path(sys.argv[1] if len(sys.argv) > 1 else {cache!r}), Toolchain.found()).name)
     assert "torch" not in sys.modules
 """
@@ -215,8 +215,8 @@ def test_without_a_compiler_the_engine_serves_and_says_once_what_it_costs(tmp_pa
 def test_what_is_whole_and_yet_no_library_is_refused_in_one_line(tmp_path: Path) -> None:
     code = """
         from pathlib import Path
-        from llm_engine import native
-        from llm_engine.cpu.build import NativeUnavailableError
+        from llm_kernels import native
+        from llm_kernels.build import NativeUnavailableError
         try:
             native.load(Path({cache!r}), "float32")
         except NativeUnavailableError as error:
@@ -247,9 +247,9 @@ def test_where_the_kernels_are_there_auto_takes_them(dtype: str) -> None:
 
 
 def prepare(model: Path, cache: Path, cxx: str) -> tuple[list[dict[str, object]], bool]:
-    """Run `python -m llm_engine.weights`; return its lines, and whether it imported torch."""
+    """Run `python -m llm_tools.weights`; return its lines, and whether it imported torch."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "llm_engine.weights", str(model)],
+        [sys.executable, "-X", "importtime", "-m", "llm_tools.weights", str(model)],
         capture_output=True,
         text=True,
         timeout=WAIT,
@@ -257,7 +257,7 @@ def prepare(model: Path, cache: Path, cxx: str) -> tuple[list[dict[str, object]]
         env={**os.environ, "PYTHONPATH": str(VERSION), "CXX": cxx, "TOKENSTREAM_CACHE": str(cache)},
     )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "llm_engine.cpu.build" in imported
+    assert "llm_kernels.build" in imported
     return [json.loads(line) for line in done.stdout.splitlines()], "torch" in imported
 
 

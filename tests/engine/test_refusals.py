@@ -78,7 +78,7 @@ def test_a_prompt_of_all_but_one_token_of_the_context_is_served() -> None:
 def test_chat_messages_to_a_model_without_a_template_are_refused() -> None:
     with serving(scripted.load()) as engine:
         with pytest.raises(RequestError, match="no chat template; send text_input instead"):
-            engine.prompts.messages("messages", '[{"role": "user", "content": "hi"}]')
+            engine.prompts.messages("messages", [{"role": "user", "content": "hi"}])
         assert engine.info()["chat"] is False
 
 

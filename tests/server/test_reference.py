@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm_engine import weights
+from llm_tools import weights
 from server.conftest import eos_token_ids
 from server.raw import Wire, infer, text, tokens
 from tokenstream import Client, ServerInfo

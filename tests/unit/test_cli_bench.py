@@ -1,6 +1,6 @@
 """`tokenstream bench engine` with a child that only pretends to measure: what it is asked, shown and told when it ends.
 
-The child is a model repository's `llm_engine/bench.py`, as in a real one.
+The child is a model repository's `llm_tools/bench.py`, as in a real one.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ SKIPPED = {**NOTHING_SOUND, "dtype": "float16", "skipped": "\x1b[2J" + 20 * "[od
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "models"
-    (folder / "llm" / "1" / "llm_engine").mkdir(parents=True)
-    (folder / "llm" / "1" / "llm_engine" / "__init__.py").touch()
+    (folder / "llm" / "1" / "llm_tools").mkdir(parents=True)
+    (folder / "llm" / "1" / "llm_tools" / "__init__.py").touch()
     (folder / "llm" / "config.pbtxt").write_text('parameters { key: "model" value { string_value: "org/served" } }')
     monkeypatch.setattr(engine_bench, "find_repository", lambda: folder)
     return folder
 
 
 def child(repository: Path, code: str) -> None:
-    (repository / "llm" / "1" / "llm_engine" / "bench.py").write_text(f"import json, os, sys, time\n{code}\n")
+    (repository / "llm" / "1" / "llm_tools" / "bench.py").write_text(f"import json, os, sys, time\n{code}\n")
 
 
 def reporting(*results: object) -> str:
@@ -124,7 +124,7 @@ def test_an_error_is_one_line_and_code_1(repository, code, line):
 def test_a_model_without_a_bench_is_told_from_a_failure(repository):
     result = run()
     assert result.exit_code == 1
-    assert "has no llm_engine/bench.py" in result.stderr
+    assert "has no llm_tools/bench.py" in result.stderr
 
 
 def test_a_negative_number_of_threads_is_wrong_usage(repository):

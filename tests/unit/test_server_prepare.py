@@ -13,9 +13,9 @@ from tokenstream.repository import Model
 
 
 def make(tmp_path: Path, code: str) -> Model:
-    (tmp_path / "llm_engine").mkdir()
-    (tmp_path / "llm_engine" / "__init__.py").touch()
-    (tmp_path / "llm_engine" / "weights.py").write_text(code)
+    (tmp_path / "llm_tools").mkdir()
+    (tmp_path / "llm_tools" / "__init__.py").touch()
+    (tmp_path / "llm_tools" / "weights.py").write_text(code)
     return Model("llm", tmp_path, "a/b")
 
 

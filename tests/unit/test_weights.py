@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llm_engine import weights
 from llm_engine.config import ConfigError
+from llm_tools import weights
 
 
 def made(folder: Path) -> Path:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from llm_engine.request import RequestError, SamplingParams
+from parameters import NAMES, read_parameters
 
 _SAMPLING_TENSORS = {
     "max_tokens": "max_tokens",
@@ -31,7 +33,6 @@ _SAMPLING_TENSORS = {
     "bad_words": "bad_words",
     "stop_token_ids": "stop_token_ids",
 }
-_SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
 _GUIDES = ("guided_decoding_guide_type", "guided_decoding_guide")
 
 
@@ -51,7 +52,7 @@ class Call:
     request_id: str
     operation: Operation = Operation.GENERATE
     text: str | None = None
-    messages: str | None = None
+    messages: list[dict[str, Any]] | None = None
     input_ids: list[int] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
     stream: bool = True
@@ -59,7 +60,7 @@ class Call:
     echo: str | None = None  # the prompt's text, where it opens the answer
     resume_token_ids: list[int] = field(default_factory=list)
     resume_fingerprint: str | None = None
-    template_time: str | None = None
+    template_time: datetime | None = None
     priority: int = 2
     cache_salt: str = ""
     outputs: frozenset[str] = frozenset()
@@ -84,7 +85,7 @@ def read_call(request: Any, defaults: SamplingParams) -> Call:
         raise RequestError("exclude_input_in_output may be false only with stream false")
     call.resume_token_ids = _many(inputs, "resume_token_ids", int) or []
     call.resume_fingerprint = _one(inputs, "resume_fingerprint", _text) or None
-    call.template_time = _one(inputs, "template_time", _text) or None
+    call.template_time = _read_time(_one(inputs, "template_time", _text))
     call.priority = _priority(parameters.get("llm_priority", 2))
     call.cache_salt = str(parameters.get("cache_salt", ""))
     return call
@@ -92,8 +93,7 @@ def read_call(request: Any, defaults: SamplingParams) -> Call:
 
 def _read_prompt(call: Call, inputs: dict[str, Any]) -> None:
     call.text = _one(inputs, "text_input", _text)
-    call.messages = _one(inputs, "messages", _text)
-    _refuse_half_characters("messages", call.messages)
+    call.messages = _read_messages("messages", _one(inputs, "messages", _text))
     ids = _many(inputs, "input_ids", int)
     given = [
         n for n, v in (("text_input", call.text), ("messages", call.messages), ("input_ids", ids)) if v is not None
@@ -111,21 +111,59 @@ def _read_prompt(call: Call, inputs: dict[str, Any]) -> None:
         raise RequestError("input_ids is empty; send at least one token id")
 
 
+def _read_messages(field: str, payload: str | None) -> list[dict[str, Any]] | None:
+    if payload is None:
+        return None
+    _refuse_half_characters(field, payload)
+    try:
+        messages = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{field} is not valid JSON: {error}") from None
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f"{field} must be a JSON array with at least one message")
+    return [_read_message(f"{field}[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _read_message(field: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f'{field} must be an object like {{"role": "user", "content": "..."}}')
+    content = message.get("content")
+    if isinstance(content, list):  # OpenAI's parts
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise RequestError(f'{field}.content may hold only parts of type "text"')
+        content = "".join(cast(list[str], parts))
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise RequestError(f"{field}.content must be a string")
+    return {**message, "content": content}
+
+
+def _read_time(text: str | None) -> datetime | None:
+    if not text:
+        return None
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise RequestError(f"template_time must be an ISO 8601 time, got {text!r}") from None
+
+
 def _read_params(inputs: dict[str, Any], parameters: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
     """Merge the JSON object, the single tensors and Triton's request parameters; a contradiction is refused."""
     values = _json_object("sampling_parameters", _one(inputs, "sampling_parameters", _text))
-    base = SamplingParams.from_mapping(values, defaults)
-    for source in (_single_tensors(inputs), {k: v for k, v in parameters.items() if k in _SAMPLING_FIELDS}):
+    read_parameters(values, defaults)  # its own faults are told before contradictions
+    for source in (_single_tensors(inputs), {k: v for k, v in parameters.items() if k in NAMES}):
         for name, value in source.items():
-            other = SamplingParams.from_mapping({name: value})
-            if name in values and getattr(other, name) != getattr(
-                SamplingParams.from_mapping({name: values[name]}), name
-            ):
+            if name in values and _alone(name, value) != _alone(name, values[name]):
                 raise RequestError(f"{name} is given twice with different values: {values[name]!r} and {value!r}")
             values[name] = value
-    if values:
-        base = SamplingParams.from_mapping(values, defaults)
-    return _read_foreign(inputs, base)
+    return _read_foreign(inputs, read_parameters(values, defaults))
+
+
+def _alone(name: str, value: Any) -> Any:
+    """What a parameter means by itself."""
+    return getattr(read_parameters({name: value}, SamplingParams()), name)
 
 
 def _single_tensors(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -173,9 +211,9 @@ def _json_object(name: str, text: str | None) -> dict[str, Any]:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def _refuse_half_characters(name: str, text: str | None) -> None:
+def _refuse_half_characters(name: str, text: str) -> None:
     """Refuse JSON whose escapes spell a lone surrogate: no tokenizer takes it, and no answer could repeat it."""
-    if text is None or "\\ud" not in text.lower():
+    if "\\ud" not in text.lower():
         return
     try:
         json.dumps(json.loads(text), ensure_ascii=False).encode()

@@ -17,12 +17,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import attention, native, weights
+from llm_kernels import native
+from llm_kernels.build import NativeUnavailableError
+from llm_kernels.native import NativeLlama
+from llm_tools import weights
+
+from . import attention
 from .attention import KVCache, Layout
 from .batch import Batch
 from .config import ConfigError, EngineConfig, cache_folder
-from .cpu.build import NativeUnavailableError
-from .native import NativeLlama
 from .request import RequestError, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -293,7 +296,7 @@ def _defaults(generation: Any) -> SamplingParams:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     chosen = {name: getattr(generation, name, None) for name in names}
     try:
-        return SamplingParams.from_mapping({name: value for name, value in chosen.items() if value is not None})
+        return SamplingParams(**{name: value for name, value in chosen.items() if value is not None})
     except RequestError as error:
         raise ConfigError(f"the model's generation_config.json is out of range: {error}") from None
 

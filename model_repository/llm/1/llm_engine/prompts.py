@@ -5,8 +5,7 @@ Whatever a client can get wrong is a RequestError naming the field. It does not 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
@@ -33,17 +32,16 @@ class PromptEncoder:
             raise RequestError(f"{field} holds half of a surrogate pair, which is no character")
         return cast(list[int], self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def messages(self, field: str, payload: str, template_time: str | None = None) -> list[int]:
-        """Token ids of a chat (JSON array of {role, content}) through the model's chat template."""
+    def messages(self, field: str, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
+        """Token ids of a chat, a sequence of {role, content}, through the model's chat template; `now` is its clock."""
         if not self._tokenizer.chat_template:
             raise RequestError(f"{field}: this model has no chat template; send text_input instead")
-        messages = _parse_messages(field, payload)
-        now = _parse_time(template_time)
+        clock = now or datetime.now().astimezone()
         from jinja2.exceptions import TemplateError
 
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, strftime_now=now.strftime
+                list(messages), tokenize=False, add_generation_prompt=True, strftime_now=clock.strftime
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -82,38 +80,3 @@ class PromptEncoder:
                 if ids := tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]):
                     found[ids] = None
         return tuple(found)
-
-
-def _parse_messages(field: str, payload: str) -> list[dict[str, Any]]:
-    try:
-        messages = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{field} is not valid JSON: {error}") from None
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(f"{field} must be a JSON array with at least one message")
-    return [_parse_message(f"{field}[{i}]", message) for i, message in enumerate(messages)]
-
-
-def _parse_message(field: str, message: object) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(f'{field} must be an object like {{"role": "user", "content": "..."}}')
-    content = message.get("content")
-    if isinstance(content, list):  # OpenAI's parts
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise RequestError(f'{field}.content may hold only parts of type "text"')
-        content = "".join(cast(list[str], parts))
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        raise RequestError(f"{field}.content must be a string")
-    return {**message, "content": content}
-
-
-def _parse_time(text: str | None) -> datetime:
-    if text is None:
-        return datetime.now().astimezone()
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:
-        raise RequestError(f"template_time must be an ISO 8601 time, got {text!r}") from None

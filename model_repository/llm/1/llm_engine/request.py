@@ -6,13 +6,12 @@ It does not know how a token is computed, nor what carries a delta to its reader
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .text import TextStream
@@ -111,22 +110,6 @@ class SamplingParams:
             _within("logit_bias", bias, -100.0, 100.0)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
-        """Build from a JSON object whose values may be strings; an unknown key is refused by name.
-
-        `defaults` gives the fields that `values` leaves out (a model's generation_config, say).
-        Raises RequestError naming the field when a key is unknown or a value has the wrong type or range.
-        """
-        known = {f.name for f in fields(cls)}
-        coerced: dict[str, Any] = {}
-        for key, value in values.items():
-            if key not in known:
-                raise RequestError(f"sampling parameter {key!r} is unknown; known ones are {', '.join(sorted(known))}")
-            if value is not None:
-                coerced[key] = _COERCE[key](key, value)
-        return replace(defaults or cls(), **coerced)
 
     def check_vocabulary(self, size: int) -> None:
         """Refuse token ids outside [0, size): RequestError naming the field."""
@@ -278,81 +261,3 @@ def _strings(name: str, values: tuple[str, ...], limit: int) -> None:
             raise RequestError(f"{name} holds half of a surrogate pair, which is no character")
         if (size := len(value.encode())) > MAX_STOP_BYTES:
             raise RequestError(f"{name} may hold strings of at most {MAX_STOP_BYTES} bytes, got {size}")
-
-
-def _as_int(name: str, value: object) -> int:
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            raise RequestError(f"{name} must be an integer, got {value!r}") from None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
-        raise RequestError(f"{name} must be an integer, got {value!r}")
-    return int(value)
-
-
-def _as_float(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise RequestError(f"{name} must be a number, got {value!r}")
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        raise RequestError(f"{name} must be a number, got {value!r}") from None
-
-
-def _as_bool(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).lower()
-    if text in ("true", "1"):
-        return True
-    if text in ("false", "0"):
-        return False
-    raise RequestError(f"{name} must be true or false, got {value!r}")
-
-
-def _as_strings(name: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-        raise RequestError(f"{name} must be a string or a list of strings, got {value!r}")
-    return tuple(value)
-
-
-def _as_ids(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} must be a list of token ids, got {value!r}")
-    return tuple(_as_int(name, v) for v in value)
-
-
-def _as_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise RequestError(f"{name} must be an object of token id to bias, got {value!r}") from None
-    if not isinstance(value, Mapping):
-        raise RequestError(f"{name} must be an object of token id to bias, got {value!r}")
-    return tuple(sorted((_as_int(name, k), _as_float(name, v)) for k, v in value.items()))
-
-
-_COERCE: Mapping[str, Callable[[str, object], Any]] = {
-    "max_tokens": _as_int,
-    "min_tokens": _as_int,
-    "temperature": _as_float,
-    "top_k": _as_int,
-    "top_p": _as_float,
-    "min_p": _as_float,
-    "repetition_penalty": _as_float,
-    "presence_penalty": _as_float,
-    "frequency_penalty": _as_float,
-    "seed": _as_int,
-    "stop": _as_strings,
-    "stop_token_ids": _as_ids,
-    "ignore_eos": _as_bool,
-    "include_stop_str_in_output": _as_bool,
-    "skip_special_tokens": _as_bool,
-    "logprobs": _as_int,
-    "logit_bias": _as_bias,
-    "bad_words": _as_strings,
-}

@@ -12,7 +12,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from . import native, sampling
+from llm_kernels import native
+
+from . import sampling
 from .batch import BatchBuilder
 from .loading import LoadedModel, probe_exactness
 from .request import Request, SamplingParams, TokenLogprob

@@ -1,7 +1,7 @@
 """From what the deployer wrote to a folder of safetensors: resolve, and convert a GGUF file once.
 
 A conversion is made in a temporary folder and renamed, under a lock, so a killed one leaves nothing half-made and two
-processes convert once. `python -m llm_engine.weights MODEL` does it alone, has the CPU kernels built too, and reports
+processes convert once. `python -m llm_tools.weights MODEL` does it alone, has the CPU kernels built too, and reports
 JSON lines; this module does not know how a model is run.
 """
 
@@ -22,8 +22,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .config import ConfigError, cache_folder, expand
-from .cpu.build import NativeUnavailableError, Toolchain, build, is_built
+from llm_engine.config import ConfigError, cache_folder, expand
+from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -227,7 +227,7 @@ def build_kernels(cache: Path, progress: Progress) -> None:
 
 def main() -> int:
     """Prepare one model and the CPU kernels, and report JSON lines: progress, then the path or the error."""
-    parser = argparse.ArgumentParser(prog="python -m llm_engine.weights", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m llm_tools.weights", description=main.__doc__)
     parser.add_argument("model", help="folder, .gguf file, package://NAME/FILE or Hugging Face id")
     spec = parser.parse_args().model
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .loading import LoadedModel
+from llm_engine.loading import LoadedModel
 
 READ_BYTES = 256 << 20
 MATRIX_ROWS, MATRIX_SIZE = 512, 2048

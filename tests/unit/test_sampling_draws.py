@@ -2,67 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from llm_engine.request import Request, SamplingParams
-from llm_engine.sampling import Sampled, Sampler, _mix64, _nucleus, _nucleus_of_sorted
+from llm_engine.request import SamplingParams
+from llm_engine.sampling import Sampler, _mix64
+from unit.sampler_seats import CPU, GREEDY, admit, draws, sample, warped
 
-CPU = torch.device("cpu")
-GREEDY = SamplingParams(temperature=0.0)
-examples = settings(max_examples=60, deadline=None)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def admit(
-    sampler: Sampler,
-    seat: int,
-    params: SamplingParams,
-    *,
-    seed: int = 0,
-    tokens: Sequence[int] = (0,),
-    prompt_len: int = 1,
-    eos: tuple[int, ...] = (),
-    bad_words: tuple[tuple[int, ...], ...] = (),
-) -> None:
-    request = Request("r", tokens[:prompt_len], params, tokens=list(tokens), prompt_len=prompt_len, seed=seed)
-    sampler.admit(seat, request, eos_token_ids=eos, bad_words_ids=bad_words)
-
-
-def sample(sampler: Sampler, logits: Tensor, seats: Sequence[int], position: int = 0) -> Sampled:
-    index = torch.tensor(seats, dtype=torch.int64)
-    return sampler.sample(logits, list(seats), index, torch.full_like(index, position))
-
-
-def draws(params: SamplingParams, logits: Tensor, count: int, *, position: int = 0, seeds: int = 0) -> Tensor:
-    """`count` draws from one row of logits, with the seeds `seeds`, `seeds` + 1, ..."""
-    sampler = Sampler(250, len(logits), CPU)
-    tokens = []
-    for start in range(0, count, 250):
-        seats = range(min(250, count - start))
-        for seat in seats:
-            admit(sampler, seat, params, seed=seeds + start + seat)
-        tokens.append(sample(sampler, logits.expand(len(seats), -1), seats, position).tokens)
-    return torch.cat(tokens)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
@@ -73,14 +25,6 @@ def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
     statistic = ((counts[probabilities > 0] - expected) ** 2 / expected).sum()
     freedom = len(expected) - 1
     return float((statistic - freedom) / (2 * freedom) ** 0.5)
-
-
-def warped(logits: Tensor, *warpers: object) -> Tensor:
-    """Hugging Face's probabilities after `warpers`."""
-    scores, ids = logits[None].float(), torch.zeros(1, 1, dtype=torch.int64)
-    for warper in warpers:
-        scores = warper(ids, scores)
-    return scores.softmax(-1)[0]
 
 
 # ---- the draw
@@ -101,7 +45,7 @@ def warped(logits: Tensor, *warpers: object) -> Tensor:
         ),
     ],
 )
-def test_draws_follow_the_distribution(params: SamplingParams, warpers: list[object]) -> None:
+def test_draws_follow_the_distribution(params: SamplingParams, warpers: list[Callable[..., Tensor]]) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
     assert chi_square(draws(params, logits, 20_000), warped(logits, *warpers)) < 4
 
@@ -240,147 +184,6 @@ def test_a_seat_forgets_its_last_request() -> None:
     for tokens, expected in (([0, *[int(logits.argmax())] * 9], False), ([0], True)):
         admit(sampler, 0, SamplingParams(temperature=0.0, frequency_penalty=2.0), tokens=tokens)
         assert bool(sample(sampler, logits, [0], 9).tokens == logits.argmax()) is expected
-
-
-# ---- each stage against a plain reference
-
-vocabularies = st.lists(st.floats(-8, 8, width=16), min_size=2, max_size=24)
-
-
-def kept(params: SamplingParams, logits: Tensor) -> set[int]:
-    """Which tokens survive the stages of `params`: all that many seeds draw."""
-    return set(draws(params, logits, 1000).tolist())
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.permutations(list(np.linspace(-1, 1, 9))), st.integers(1, 10), st.floats(0.05, 1.0), st.floats(0, 0.9))
-def test_the_candidates_are_those_of_hugging_face(values: list[float], k: int, p: float, min_p: float) -> None:
-    logits = torch.tensor(values, dtype=torch.float32)
-    params = SamplingParams(top_k=k, top_p=p, min_p=min_p)
-    expected = warped(logits, TopKLogitsWarper(k), TopPLogitsWarper(p), MinPLogitsWarper(min_p))
-    assert kept(params, logits) == set(expected.nonzero().flatten().tolist())
-
-
-def check_nucleus(logits: Tensor, p: float) -> None:
-    """Compare with a plain sort in float64, but for tokens whose place is within the rounding of the sums."""
-    weights = (logits - logits.max()).exp()
-    share = torch.tensor([[p]])
-    exact = weights.double().numpy()
-    order = np.lexsort((np.arange(len(exact)), -exact))
-    before = (np.cumsum(exact[order]) - exact[order]) / exact.sum()
-    clear = np.abs(before - share.double().item()) > 1e-9
-    expected = before < share.double().item()
-    by_id, by_rank = _nucleus(weights[None], share), _nucleus_of_sorted(weights[order.copy()][None], share)
-    got: npt.NDArray[np.bool_] = by_id[0].numpy()[order]
-    assert (got == expected)[clear].all()
-    assert got[0]
-    assert (by_rank[0].numpy() == got).all()
-
-
-@examples
-@given(st.lists(st.floats(-8, 8, width=16), min_size=2, max_size=24), st.floats(1e-9, 1.0))
-def test_top_p_keeps_the_smallest_set_with_its_share_and_equals_by_id(values: list[float], p: float) -> None:
-    check_nucleus(torch.tensor(values), p)
-
-
-@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.9, 0.999, 0.9999999])
-@pytest.mark.parametrize("spread", [0.0, 0.05, 4.0])
-def test_top_p_is_exact_over_a_real_vocabulary_with_many_equals(spread: float, p: float) -> None:
-    logits = torch.randn(49152, generator=torch.Generator().manual_seed(10)) * spread
-    check_nucleus(logits.bfloat16().float(), p)
-
-
-def test_top_p_stops_at_exactly_its_share() -> None:
-    weights, share = torch.tensor([[0.5, 1.0, 0.25, 0.25]]), torch.tensor([[0.75]])
-    assert _nucleus(weights, share).tolist() == [[True, True, False, False]]
-    assert _nucleus(weights, torch.tensor([[0.5]])).tolist() == [[False, True, False, False]]
-
-
-def test_top_k_keeps_exactly_k_and_equals_by_id() -> None:
-    logits = torch.tensor([1.0, 2.0, 2.0, 0.0, 2.0, 2.0], dtype=torch.bfloat16)
-    assert kept(SamplingParams(top_k=2), logits) == {1, 2}
-    assert kept(SamplingParams(top_k=5), logits) == {0, 1, 2, 4, 5}
-    assert kept(SamplingParams(top_k=600), logits) == set(range(6))
-
-
-def test_a_tiny_top_p_is_greedy() -> None:
-    logits = torch.tensor([0.5, 3.0, 3.0, 1.0])
-    assert set(draws(SamplingParams(top_p=1e-9), logits, 300).tolist()) == {1}
-    assert set(draws(SamplingParams(top_p=1e-9, top_k=3), logits, 300).tolist()) == {1}
-
-
-@pytest.mark.parametrize("temperature", [1e-300, 1e-5, 1e-4])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
-    logits = torch.tensor([0.5, 3.0, 3.5, 1.0]) * 1000
-    for params in (SamplingParams(temperature=temperature), SamplingParams(temperature=temperature, top_p=0.5)):
-        assert set(draws(params, logits, 300).tolist()) == {2}
-
-
-def test_min_p_one_keeps_the_best_alone() -> None:
-    assert kept(SamplingParams(min_p=1.0), torch.tensor([0.0, 2.0, 1.99, 1.0])) == {1}
-
-
-@examples
-@given(st.lists(st.integers(0, 11), min_size=1, max_size=12), st.floats(0.3, 3.0), st.integers(0, 99))
-def test_the_repetition_penalty_is_hugging_faces(tokens: list[int], penalty: float, seed: int) -> None:
-    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed)) - seed % 3
-    sampler = Sampler(1, 12, CPU)
-    admit(sampler, 0, SamplingParams(temperature=0.0, repetition_penalty=penalty), tokens=tokens)
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits)
-    assert sample(sampler, logits, [0]).tokens == expected.argmax()
-
-
-def test_presence_and_frequency_penalties_count_the_answer_alone() -> None:
-    sampler = Sampler(1, 6, CPU)
-    params = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
-    admit(sampler, 0, params, tokens=[5, 5, 5, 1], prompt_len=3)
-    logits = torch.tensor([[0.0, 2.0, 1.9, -1.0, 0.1, 1.45]])
-    counts = np.array([0, 1, 0, 0, 0, 0])
-    for step in range(12):
-        expected = int(np.argmax(logits[0].numpy() - 0.25 * counts - 0.5 * (counts > 0)))
-        assert sample(sampler, logits, [0], step + 1).tokens == expected
-        counts[expected] += 1
-    assert counts[5] > 0
-
-
-@examples
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 99))
-def test_bad_words_are_hugging_faces(tokens: list[int], seed: int) -> None:
-    words = ((0,), (1, 2), (3, 3, 1), (2, 1, 0, 3), (1, 1))
-    generator = torch.Generator().manual_seed(seed)
-    sampler = Sampler(2, 4, CPU)
-    admit(sampler, 1, GREEDY, tokens=tokens, prompt_len=1, bad_words=((1,),))  # the tables grow under it
-    admit(sampler, 0, GREEDY, tokens=tokens, prompt_len=1, bad_words=words)
-    oracle = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=None)
-    ids = list(tokens)
-    for step in range(12):
-        logits = torch.randn(1, 4, generator=generator)
-        expected = oracle(torch.tensor([ids]), logits)
-        out = sample(sampler, logits.repeat(2, 1), [0, 1], len(ids) - 1 + step)
-        assert bool(out.bad[0]) == bool(expected.isinf().all())
-        if not out.bad[0]:
-            assert out.tokens[0] == expected.argmax()
-        assert out.tokens[1] == logits.index_fill(1, torch.tensor([1]), -torch.inf).argmax()
-        ids.append(int(out.tokens[0]))
-
-
-def test_an_answer_does_not_end_before_min_tokens() -> None:
-    logits = torch.tensor([[0.0, 9.0, 8.0, 7.0, 1.0]])
-    sampler = Sampler(1, 5, CPU)
-    for ignore_eos, early in ((False, 3), (True, 1)):
-        params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(2,), ignore_eos=ignore_eos)
-        admit(sampler, 0, params, eos=(1,))
-        assert [int(sample(sampler, logits, [0], p).tokens) for p in range(5)] == [early, early, early, 1, 1]
-
-
-def test_logit_bias_is_added_before_all_else() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
-    sampler = Sampler(1, 4, CPU)
-    bias = ((0, 2.5), (0, 1.0), (3, -100.0))
-    admit(sampler, 0, SamplingParams(temperature=0.0, logit_bias=bias))
-    assert sample(sampler, logits, [0]).tokens == 0
-    admit(sampler, 0, SamplingParams(temperature=0.0, logit_bias=bias, repetition_penalty=2.0), tokens=[0])
-    assert sample(sampler, logits, [0]).tokens == 2
 
 
 # ---- greedy, bad rows, logprobs

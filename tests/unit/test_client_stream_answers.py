@@ -1,61 +1,14 @@
-"""Streams against a scripted server: order, ends, the four clocks, cancelling."""
+"""Answers of a scripted server: their chunks in order, their ends, the errors that cut them, and other operations."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
-import socket
-import threading
-from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 
-from tokenstream import (
-    Cancelled,
-    Client,
-    ConnectionFailed,
-    ConnectTimeout,
-    FirstTokenTimeout,
-    IdleTimeout,
-    IncompleteStream,
-    InternalError,
-    InvalidRequest,
-    NotReady,
-    Timeout,
-    TotalTimeout,
-)
-from unit.scripted_triton import WAIT, Script, ScriptedTriton, add, answer, failure, final_mark, inputs, token
-
-Serve = Callable[..., tuple[ScriptedTriton, Client]]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Start a scripted server and a client for it; both are closed after the test."""
-    open_now: list[ScriptedTriton | Client] = []
-
-    def start(script: Script, **options: object) -> tuple[ScriptedTriton, Client]:
-        server = ScriptedTriton(script)
-        client = Client(server.url, **options)
-        open_now[:0] = [client, server]
-        return server, client
-
-    yield start
-    for one in open_now:
-        one.close()
-
-
-def hold(request, call) -> Iterator:
-    """Send one token, then nothing until the client leaves."""
-    yield token(0, "one", 100)
-    call.over.wait(WAIT)
-
-
-def silence(request, call) -> Iterator:
-    call.over.wait(WAIT)
-    yield from ()
+from tokenstream import Client, IncompleteStream, InternalError, InvalidRequest
+from unit.scripted_triton import WAIT, add, answer, failure, final_mark, inputs, token
 
 
 def test_chunks_come_in_order_and_add_up(serve):
@@ -207,16 +160,6 @@ def test_a_stream_cut_without_a_reason_is_incomplete_and_keeps_its_text(serve, e
     assert (caught.value.text, caught.value.token_ids, caught.value.request_id) == ("one two", (1, 2), "cut")
 
 
-def test_a_server_that_dies_in_mid_answer_leaves_an_incomplete_stream(serve):
-    server, client = serve(hold)
-    stream = client.stream("x")
-    next(stream)
-    server.close()
-    with pytest.raises((IncompleteStream, Cancelled)) as caught:
-        next(stream)
-    assert caught.value.text == "one"
-
-
 def test_garbage_on_the_wire_is_an_internal_error(serve):
     def script(request, call):
         yield b"\xff\xff\xff\xff"
@@ -237,150 +180,6 @@ def test_a_malformed_tensor_is_an_internal_error_and_ends_the_call(serve):
     with pytest.raises(InternalError, match="malformed"):
         client.generate("x")
     assert server.calls[0].over.wait(WAIT)
-
-
-def test_the_first_token_clock_runs_from_sending_and_cancels(serve):
-    server, client = serve(silence, timeout=Timeout(first_token=0.05))
-    with pytest.raises(FirstTokenTimeout):
-        client.generate("x")
-    assert server.calls[0].over.wait(WAIT)
-
-
-def test_the_idle_clock_starts_with_the_first_response(serve):
-    def script(request, call):
-        call.over.wait(0.2)  # a prefill longer than the idle clock
-        yield from hold(request, call)
-
-    server, client = serve(script, timeout=Timeout(first_token=WAIT, idle=0.05))
-    stream = client.stream("x")
-    assert next(stream).text == "one"
-    with pytest.raises(IdleTimeout) as caught:
-        next(stream)
-    assert caught.value.text == "one"
-    assert server.calls[0].over.wait(WAIT)
-
-
-def test_the_idle_clock_stands_still_while_the_consumer_is_busy(serve):
-    def script(request, call):
-        yield token(0, "a", 1)
-        sent.set()
-        yield token(1, "b", 2, finish_reason="stop", final=True)
-
-    sent = threading.Event()
-    _, client = serve(script, timeout=Timeout(idle=0.2))
-    stream = client.stream("x")
-    next(stream)
-    sent.wait(WAIT)
-    threading.Event().wait(0.3)  # the consumer's own pause, longer than the clock
-    assert next(stream).text == "b"
-
-
-def test_the_total_clock_ends_an_answer_that_never_pauses(serve):
-    def script(request, call):
-        index = 0
-        while not call.over.wait(0.001):
-            yield token(index, "a", 1)
-            index += 1
-
-    server, client = serve(script, timeout=Timeout(total=0.2))
-    with pytest.raises(TotalTimeout) as caught:
-        client.generate("x")
-    assert caught.value.text.startswith("a")
-    assert server.requests[0].parameters["timeout"].int64_param == 200_000
-
-
-def test_a_request_may_bring_its_own_clocks(serve):
-    _, client = serve(silence, timeout=Timeout(first_token=WAIT))
-    with pytest.raises(FirstTokenTimeout):
-        client.generate("x", timeout=Timeout(first_token=0.05))
-
-
-def test_a_port_that_accepts_and_says_nothing_is_a_connect_timeout():
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        url = f"127.0.0.1:{mute.getsockname()[1]}"
-        with Client(url, timeout=Timeout(connect=0.2)) as client, pytest.raises(ConnectTimeout):
-            client.stream("x")
-
-
-def test_a_closed_port_is_a_failed_connection_and_later_works(serve):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        url = f"127.0.0.1:{closed.getsockname()[1]}"
-    with Client(url) as client:
-        with pytest.raises(ConnectionFailed, match=f"cannot connect to {url}: connection refused"):
-            client.stream("x")
-        assert not client.ready()
-
-
-def test_leaving_the_with_block_cancels_on_the_server(serve):
-    server, client = serve(hold)
-    with client.stream("x") as stream:
-        next(stream)
-    assert server.calls[0].over.wait(WAIT)
-    assert server.calls[0].cancelled
-    with pytest.raises(Cancelled):
-        next(stream)
-
-
-def test_an_abandoned_stream_is_cancelled_when_it_is_collected(serve):
-    server, client = serve(hold)
-    for _ in client.stream("x"):
-        break
-    gc.collect()
-    assert server.calls[0].over.wait(WAIT)
-    assert server.calls[0].cancelled
-
-
-def test_cancel_from_another_thread_wakes_the_consumer(serve):
-    server, client = serve(hold)
-    stream = client.stream("x")
-    next(stream)
-    thread = threading.Thread(target=stream.cancel)
-    thread.start()
-    with pytest.raises(Cancelled) as caught:
-        next(stream)
-    thread.join(WAIT)
-    assert caught.value.text == "one"
-    assert server.calls[0].over.wait(WAIT)
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_no_thread_outlives_its_stream_however_it_ends(serve, cut):
-    def script(request, call):
-        if cut:
-            call.context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-        yield from answer("a", "b")(request, call)
-
-    _, client = serve(script)
-    before = set(threading.enumerate())
-    for _ in range(3):
-        with contextlib.suppress(IncompleteStream):
-            client.generate("x")
-    for thread in set(threading.enumerate()) - before:
-        if not thread.name.startswith("ThreadPoolExecutor"):  # the scripted server's own
-            thread.join(WAIT)
-            assert not thread.is_alive()
-
-
-def test_many_threads_share_one_client(serve):
-    _, client = serve(answer("a", "b", "c"))
-    texts: list[str] = []
-    threads = [threading.Thread(target=lambda: texts.append(client.generate("x").text)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert texts == ["abc"] * 6
-
-
-def test_closing_the_client_ends_its_streams_and_refuses_new_ones(serve):
-    _, client = serve(hold)
-    stream = client.stream("x")
-    next(stream)
-    client.close()
-    with pytest.raises(Cancelled):
-        next(stream)
-    with pytest.raises(RuntimeError, match="closed"):
-        client.stream("x")
 
 
 def test_tokenize_detokenize_and_info_ask_by_operation(serve):
@@ -407,16 +206,6 @@ def test_an_operation_that_fails_raises(serve):
     _, client = serve(script)
     with pytest.raises(InvalidRequest, match="operation must be"):
         client.tokenize("x")
-
-
-def test_waiting_for_readiness_ends_when_it_is_there_or_the_time_is_up(serve):
-    server, client = serve(answer("a"))
-    client.wait_until_ready(WAIT)
-    server.ready = False
-    with pytest.raises(NotReady, match="'llm'"):
-        client.wait_until_ready(0.1)
-    threading.Timer(0.1, setattr, (server, "ready", True)).start()
-    client.wait_until_ready(WAIT)
 
 
 def test_misuse_is_refused_before_anything_is_sent(serve):

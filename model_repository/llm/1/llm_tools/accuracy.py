@@ -13,12 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import loading
-from .batch import BatchBuilder
-from .config import ConfigError, EngineConfig
-from .loading import LoadedModel
-from .request import Request, SamplingParams
-from .scheduler import Chunk, Plan
+from llm_engine import loading
+from llm_engine.batch import BatchBuilder
+from llm_engine.config import ConfigError, EngineConfig
+from llm_engine.loading import LoadedModel
+from llm_engine.request import Request, SamplingParams
+from llm_engine.scheduler import Chunk, Plan
+
 from .weights import Progress
 
 TOKENS = 256

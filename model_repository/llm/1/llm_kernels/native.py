@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import sampling
-from .attention import KVCache, Mask
-from .batch import Batch
-from .cpu.build import NativeUnavailableError, Toolchain, build
+from llm_engine import sampling
+from llm_engine.attention import KVCache, Mask
+from llm_engine.batch import Batch
+
+from .build import NativeUnavailableError, Toolchain, build
 
 _PANEL = 32  # columns of a packed panel, as in linear_cpu.h
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

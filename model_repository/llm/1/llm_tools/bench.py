@@ -1,4 +1,4 @@
-"""The engine alone beside the limits of its machine: `python -m llm_engine.bench MODEL` reports JSON lines.
+"""The engine alone beside the limits of its machine: `python -m llm_tools.bench MODEL` reports JSON lines.
 
 Decode steps and prefills go through the real engine; what they must read and multiply at least comes from the model,
 and the rates of reading and multiplying are measured in the same process. With `--check`, logits are compared with
@@ -25,12 +25,14 @@ from uuid import uuid4
 
 import torch
 
-from . import accuracy, loading, weights
+from llm_engine import loading
+from llm_engine.config import DTYPES, KERNELS, ConfigError, EngineConfig, expand
+from llm_engine.engine import Engine
+from llm_engine.request import Delta, Request, RequestError, SamplingParams
+
+from . import accuracy, weights
 from .accuracy import TEXT
-from .config import DTYPES, KERNELS, ConfigError, EngineConfig, expand
-from .engine import Engine
 from .limits import Limits, Work, cpu_name, measure_limits
-from .request import Delta, Request, RequestError, SamplingParams
 from .weights import Progress
 
 DECODE_ROWS = (1, 4, 16, 32)
@@ -283,7 +285,7 @@ def bench(config: EngineConfig, effort: Effort, progress: Progress) -> list[Resu
 
 def main() -> int:
     """Measure a model's engine on this machine, beside the machine's limits, and report JSON lines."""
-    parser = argparse.ArgumentParser(prog="python -m llm_engine.bench", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m llm_tools.bench", description=main.__doc__)
     parser.add_argument("model", help="folder, .gguf file, package://NAME/FILE or Hugging Face id")
     parser.add_argument("--threads", type=int, default=0, help="0: the machine's cores")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")

@@ -1,0 +1,1 @@
+"""Beside the engine: weights made ready, and the engine measured."""
