@@ -113,7 +113,7 @@ class CheckedEngine(Engine):
         assert self._pool.free == self._pool.blocks
         assert sorted(self._scheduler._seats) == list(range(self.config.max_sequences))
         assert not self._scheduler.has_work
-        assert not self._live
+        assert not self.live
 
     def _take_inbox(self, *, wait: bool) -> bool:
         assert self._begun.wait(WAIT)

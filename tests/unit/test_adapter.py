@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llm_engine.request import Delta, FinishReason
+from llm_engine.request import Delta, FinishReason, Timings
 
 
 class Sender:
@@ -28,7 +27,7 @@ class Sender:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+def replies(monkeypatch: pytest.MonkeyPatch) -> Any:
     error = type("TritonError", (), {"INTERNAL": 1, "__init__": lambda self, text, code: setattr(self, "text", text)})
     backend = SimpleNamespace(
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
@@ -37,37 +36,36 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
         Tensor=lambda name, array: (name, array),
     )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    monkeypatch.delitem(sys.modules, "model", raising=False)
-    return importlib.import_module("model")
+    monkeypatch.delitem(sys.modules, "replies", raising=False)
+    return importlib.import_module("replies")
 
 
-def answered(model: Any, broken: dict[str, int]) -> tuple[dict[str, Sender], list[str]]:
+def answered(replies: Any, broken: dict[str, int]) -> tuple[dict[str, Sender], list[str]]:
     """Send three tokens to requests a and b in turn; return their senders and whom the engine was told to cancel."""
-    adapter = model.TritonPythonModel()
     cancelled: list[str] = []
-    adapter._merge_limit, adapter._outbox = 1, SimpleQueue()
-    adapter._engine = SimpleNamespace(cancel=cancelled.append)
+    sending = replies.Replies(1, cancelled.append)
     senders = {key: Sender(broken.get(key)) for key in "ab"}
     call = {"outputs": frozenset({"token_ids"})}
-    adapter._streams = {key: model._Stream(senders[key], model.Call(key, **call)) for key in "ab"}
+    sending.streams = {key: replies.Stream(senders[key], replies.Call(key, **call)) for key in "ab"}
+    timings = Timings(0.1, 0.1, 0.2, 0.3, 0, 0, "bitwise")
     for index in range(3):
-        reason = FinishReason.LENGTH if index == 2 else None
-        adapter._outbox.put([Delta(key, index, (7,), "x", 1, finish_reason=reason) for key in "ab"])
-    adapter._outbox.put(None)
-    adapter._send_all()
-    assert adapter._streams == {}
+        last = {"finish_reason": FinishReason.LENGTH, "timings": timings} if index == 2 else {}
+        sending.put([Delta(key, index, (7,), "x", 1, **last) for key in "ab"])
+    sending.start()
+    sending.stop()
+    assert sending.streams == {}
     return senders, cancelled
 
 
-def test_every_token_is_one_response_and_the_last_is_final(model: Any) -> None:
-    senders, cancelled = answered(model, {})
+def test_every_token_is_one_response_and_the_last_is_final(replies: Any) -> None:
+    senders, cancelled = answered(replies, {})
     assert [[flags for _, flags in sender.sent] for sender in senders.values()] == [[0, 0, 1], [0, 0, 1]]
     assert cancelled == []
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
-def test_a_response_that_cannot_be_sent_ends_its_request_alone_with_one_final(model: Any, broken: int) -> None:
-    senders, cancelled = answered(model, {"a": broken})
+def test_a_response_that_cannot_be_sent_ends_its_request_alone_with_one_final(replies: Any, broken: int) -> None:
+    senders, cancelled = answered(replies, {"a": broken})
     last, flags = senders["a"].sent[-1]
     assert [f for _, f in senders["a"].sent] == [0] * broken + [1]
     assert flags == 1

@@ -6,6 +6,7 @@ Whatever is wrong is a RequestError naming the input and the bound. It does not 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -63,6 +64,7 @@ class Call:
     template_time: datetime | None = None
     priority: int = 2
     cache_salt: str = ""
+    timeout_seconds: float = math.inf  # longest wait for a seat
     outputs: frozenset[str] = frozenset()
 
 
@@ -88,6 +90,8 @@ def read_call(request: Any, defaults: SamplingParams) -> Call:
     call.template_time = _read_time(_one(inputs, "template_time", _text))
     call.priority = _priority(parameters.get("llm_priority", 2))
     call.cache_salt = str(parameters.get("cache_salt", ""))
+    if microseconds := request.timeout():
+        call.timeout_seconds = microseconds / 1e6
     return call
 
 

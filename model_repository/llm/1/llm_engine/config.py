@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class EngineConfig:
     `kernels`: "native" are this project's C++ ones, "torch" PyTorch's; "auto" takes the native ones where they run.
     `threads` are this engine's; 0 takes the machine's cores, divided by `cpu_share`, the number of engines on them.
     `max_context` and `kv_tokens` are in tokens; `max_step_tokens` bounds the tokens computed in one step.
+    `max_queue_size` requests of a priority may wait for a seat, none longer than `max_queue_seconds`.
     """
 
     model: str
@@ -63,6 +64,8 @@ class EngineConfig:
     block_size: int = 32
     kv_tokens: int = 0
     prefix_cache: bool = True
+    max_queue_size: int = 256
+    max_queue_seconds: float = 60.0
     max_request_seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -82,22 +85,6 @@ class EngineConfig:
                 f"({self.max_sequences + self.block_size}), got {self.max_step_tokens}"
             )
 
-    @classmethod
-    def from_parameters(
-        cls, parameters: Mapping[str, str], environ: Mapping[str, str] = os.environ, **given: Any
-    ) -> EngineConfig:
-        """Build from config.pbtxt's parameters (strings); `given` are values that the caller has decided.
-
-        Raises ConfigError naming a parameter that is unknown or not of its type.
-        """
-        types = {f.name: f.type for f in fields(cls)}
-        values: dict[str, Any] = {}
-        for key, text in parameters.items():
-            if key not in types:
-                raise ConfigError(f"parameter {key!r} is unknown; known ones are {', '.join(sorted(types))}")
-            values[key] = _parse(key, str(types[key]), expand(text, environ).strip())
-        return cls(**{**values, **given})
-
 
 _LOWEST = {
     "threads": 0,
@@ -106,11 +93,14 @@ _LOWEST = {
     "max_context": 0,
     "block_size": 1,
     "kv_tokens": 0,
+    "max_queue_size": 0,
+    "max_queue_seconds": 0.001,
     "max_request_seconds": 0.001,
 }
 
 
-def _parse(name: str, kind: str, text: str) -> Any:
+def parse(name: str, kind: str, text: str) -> Any:
+    """The value of a setting written as text; `kind` is the name of its type. ConfigError if it is not of it."""
     if kind == "str":
         return text
     if kind == "bool":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -22,30 +23,28 @@ from typing import Any
 from . import loading
 from .blocks import BlockPool
 from .config import EngineConfig
+from .door import Door
+from .fit import fit
 from .loading import LoadedModel
 from .metrics import Metrics
-from .prompts import PromptEncoder
-from .request import (
-    Code,
-    Delta,
-    Emit,
-    FinishReason,
-    Request,
-    RequestError,
-    SamplingParams,
-    Status,
-    Timings,
-)
+from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status, Timings
 from .runner import Drawn, InFlight, Runner
 from .scheduler import Chunk, Scheduler
 from .text import TextStream
 
+STALL_SECONDS = 5.0
+STALL_SLACK = 5.0  # times the longest step expected from those measured at load
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cancel:
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,11 @@ class Engine:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         self._runner = Runner(loaded or loading.load(config))
-        self._runner.prepare()
+        self._longest_step = max(STALL_SECONDS, STALL_SLACK * self._runner.prepare())
         self._loaded = self._runner.loaded
         self.config = self._loaded.config
-        self.prompts = PromptEncoder(self._loaded.tokenizer, self.config.max_context, self._loaded.vocab_size)
+        self.tokenizer = self._loaded.tokenizer
+        self.vocab_size = self._loaded.vocab_size
         self.metrics = Metrics()
         self.heartbeat = time.monotonic()  # when the engine thread last finished a turn
         self._pool = BlockPool(
@@ -76,11 +76,9 @@ class Engine:
         self._scheduler = Scheduler(
             self._pool, max_sequences=self.config.max_sequences, max_step_tokens=self.config.max_step_tokens
         )
-        self._live: dict[str, Request] = {}  # every submitted request that has not ended
-        self._backlog = False  # the last plan left somebody waiting
-        self._room = threading.Condition()
-        self._closed = False
-        self._inbox: SimpleQueue[Request | _Cancel | _Close] = SimpleQueue()
+        self._door = Door(self.config.max_sequences, self.config.max_queue_size)
+        self._drain_deadline = math.inf
+        self._inbox: SimpleQueue[Request | _Cancel | _Drain | _Close] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -95,39 +93,44 @@ class Engine:
         """Accept a request; `emit` gets lists of its deltas on the engine thread, the last one terminal.
 
         Raises RequestError, and emits nothing, if it is refused: an id outside the vocabulary, a prompt that cannot
-        fit, a fingerprint that differs, an engine that is closed.
+        fit, a fingerprint that differs, a full queue, an engine that drains or is closed.
         """
         request.emit = emit
         try:
-            ended = self._admit_checked(request)
+            if (ended := self._admit_checked(request)) is None:
+                if not self._door.live:
+                    self.heartbeat = time.monotonic()  # idle until now: the thread has had nothing to finish
+                self._door.enter(request)
         except RequestError:
             self.metrics.rejected += 1
             raise
         if ended is not None:
             _hand_out(emit, [self._delta(request, "", (), finish_reason=ended)])
             return
-        with self._room:
-            if self._closed:
-                raise RequestError("the engine is closed", Code.UNAVAILABLE)
-            if request.id in self._live:
-                raise RequestError(f"request id {request.id!r} is already in use")
-            if not self._live:
-                self.heartbeat = time.monotonic()  # idle until now: the thread has had nothing to finish
-            self._live[request.id] = request
         self._inbox.put(request)
 
     def cancel(self, request_id: str) -> None:
         """End a request within one step with CANCELLED; nothing happens if it is unknown or has ended."""
         self._inbox.put(_Cancel(request_id))
 
+    def drain(self, seconds: float) -> None:
+        """Refuse new requests and end those that wait, with UNAVAILABLE; after `seconds` end the rest, CANCELLED."""
+        self._door.close("draining: the server is shutting down; try another one")
+        self._inbox.put(_Drain(time.monotonic() + seconds))
+
     def wait_for_room(self, timeout: float) -> bool:
         """Block until one more request would find a seat at once, or `timeout` seconds; return whether it would."""
-        with self._room:
-            return self._room.wait_for(self._has_room, timeout)
+        return self._door.wait_for_room(timeout)
 
-    def stalled(self, limit: float) -> bool:
-        """Whether the engine has had work and not finished a step for `limit` seconds."""
-        return bool(self._live) and time.monotonic() - self.heartbeat > limit
+    @property
+    def live(self) -> int:
+        """Requests that have not ended, waiting ones included."""
+        return len(self._door.live)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the engine has work and has finished no step for longer than any step may take here."""
+        return bool(self._door.live) and time.monotonic() - self.heartbeat > self._longest_step
 
     def info(self) -> dict[str, Any]:
         """What a client may want to know before it sends anything."""
@@ -135,19 +138,14 @@ class Engine:
 
     def close(self, timeout: float = 30.0) -> None:
         """End all live requests with UNAVAILABLE and the thread with them. Again: no effect."""
-        with self._room:
-            self._closed = True
-            self._room.notify_all()
+        self._door.close("the engine is closed")
         self._inbox.put(_Close())
         self._thread.join(timeout)
-
-    def _has_room(self) -> bool:
-        return self._closed or (len(self._live) < self.config.max_sequences and not self._backlog)
 
     def _admit_checked(self, request: Request) -> FinishReason | None:
         """Check a request and fill in the engine's fields; return a reason if its resumed answer has ended already."""
         loaded = self._loaded
-        self.prompts.check(request)
+        fit(request, self.tokenizer, self.config.max_context, self.vocab_size)
         request.fingerprint = _fingerprint(loaded.digest, request.prompt_ids)
         if request.resume_fingerprint not in (None, request.fingerprint):
             raise RequestError(
@@ -157,7 +155,7 @@ class Engine:
         request.seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         request.prompt_len = len(request.prompt_ids)
         request.tokens = [*request.prompt_ids, *request.resume_token_ids]
-        request.text = TextStream(loaded.tokenizer, request.prompt_ids, request.params)
+        request.text = TextStream(self.tokenizer, request.prompt_ids, request.params)
         return self._replay(request)
 
     def _replay(self, request: Request) -> FinishReason | None:
@@ -194,7 +192,7 @@ class Engine:
                 self._fail(error, in_flight, planned)
                 in_flight = None
             self._end_turn(started)
-        for request in list(self._live.values()):
+        for request in list(self._door.live.values()):
             self._end(request, RequestError("the engine was closed", Code.UNAVAILABLE))
 
     def _take_inbox(self, *, wait: bool) -> bool:
@@ -207,9 +205,11 @@ class Engine:
                     case _Close():
                         return False
                     case _Cancel():
-                        if request := self._live.get(message.request_id):
+                        if request := self._door.live.get(message.request_id):
                             self.metrics.cancelled += 1
                             self._end(request, RequestError("the request was cancelled", Code.CANCELLED))
+                    case _Drain():
+                        self._drain_deadline = message.deadline
                     case Request() if message.status is not Status.FINISHED:  # ended before it was read
                         self._scheduler.add(message)
                         self.metrics.prompt_tokens += message.prompt_len
@@ -217,11 +217,21 @@ class Engine:
             return True
 
     def _end_overdue(self, now: float) -> None:
-        limit = self.config.max_request_seconds
-        for request in [r for r in self._live.values() if now - r.arrived_at > limit]:
-            self.metrics.expired += 1
-            message = f"the request ran longer than max_request_seconds ({limit:g})"
-            self._end(request, RequestError(message, Code.CANCELLED))
+        for request in list(self._door.live.values()):
+            age = now - request.arrived_at
+            if request.queued and self._drain_deadline < math.inf:
+                self._end(request, RequestError("draining: the server is shutting down", Code.UNAVAILABLE))
+            elif request.queued and age > request.queue_seconds:
+                self.metrics.expired += 1
+                message = f"Request timeout expired: no seat was free within {request.queue_seconds:g} s"
+                self._end(request, RequestError(message, Code.UNAVAILABLE))
+            elif age > self.config.max_request_seconds:
+                self.metrics.expired += 1
+                message = f"the request ran longer than max_request_seconds ({self.config.max_request_seconds:g})"
+                self._end(request, RequestError(message, Code.CANCELLED))
+            elif now > self._drain_deadline:
+                self.metrics.cancelled += 1
+                self._end(request, RequestError("draining: the server is shutting down", Code.CANCELLED))
 
     def _must_see(self, step: InFlight) -> bool:
         """Whether the next plan needs this step's tokens on the host: a stop string may have ended a request."""
@@ -229,10 +239,11 @@ class Engine:
 
     def _launch(self) -> InFlight | None:
         plan = self._scheduler.plan()
-        self._backlog = bool(self._scheduler.waiting)
+        self._door.note_backlog(bool(self._scheduler.waiting))
         self.metrics.preemptions += len(plan.preempted)
         for request in plan.admitted:
             if request.preemptions == 0:  # later it finds its own blocks, which is no merit of the cache
+                self._door.seated(request)
                 self.metrics.prefix_hit_tokens += request.cached_tokens
             self._runner.admit(request)
         if not plan.chunks:
@@ -347,9 +358,7 @@ class Engine:
         if request.turn:
             self._scheduler.finish(request)
         request.status = Status.FINISHED
-        with self._room:
-            del self._live[request.id]
-            self._room.notify_all()
+        self._door.leave(request)
 
     def _fail(self, error: Exception, *steps: InFlight | None) -> None:
         """End the requests whose step failed: those of the launched steps, and whoever holds a seat."""
@@ -367,8 +376,6 @@ class Engine:
         metrics.step_seconds.observe(now - started)
         metrics.running, metrics.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         metrics.kv_usage = 1.0 - self._pool.free / self._pool.blocks
-        with self._room:
-            self._room.notify_all()
 
     def _ends(self, params: SamplingParams, token: int) -> bool:
         return token in params.stop_token_ids or (not params.ignore_eos and token in self._loaded.eos_token_ids)

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,23 +86,13 @@ class LoadedModel:
         """What a client may want to know before it sends anything, ready for JSON."""
         import transformers
 
-        config = self.config
         return {
-            "model": config.model,
-            "device": str(self.device),
-            "dtype": config.dtype,
-            "kernels": config.kernels,
+            **asdict(self.config),
             "exact": self.exact,
             "digest": self.digest,
             "vocab_size": self.vocab_size,
-            "max_context": config.max_context,
-            "max_sequences": config.max_sequences,
-            "max_step_tokens": config.max_step_tokens,
-            "block_size": config.block_size,
-            "kv_tokens": config.kv_tokens,
-            "threads": config.threads,
             "chat": bool(self.tokenizer.chat_template),
-            "eos_token_ids": list(self.eos_token_ids),
+            "eos_token_ids": self.eos_token_ids,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
 

@@ -194,7 +194,8 @@ class Request:
 
     `tokens` is prompt then answer. `computed` counts the leading tokens whose KV is (or is being) written;
     `in_flight` counts tokens drawn by launched steps that the host has not seen (at most one per step).
-    `priority` 1 is the highest. Requests share prefix blocks only with the same `cache_salt`.
+    `priority` 1 is the highest. Requests share prefix blocks only with the same `cache_salt`. A request that has
+    waited `queue_seconds` for its first seat is ended.
     """
 
     id: str
@@ -204,6 +205,7 @@ class Request:
     resume_fingerprint: str | None = None
     priority: int = 2
     cache_salt: str = ""
+    queue_seconds: float = math.inf
 
     emit: Emit = field(init=False, repr=False)
     tokens: list[int] = field(default_factory=list)
@@ -229,6 +231,11 @@ class Request:
     admitted_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+
+    @property
+    def queued(self) -> bool:
+        """Whether it has never had a seat."""
+        return self.admitted_at == 0.0
 
     @property
     def answer_len(self) -> int:

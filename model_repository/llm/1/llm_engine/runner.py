@@ -90,16 +90,22 @@ class Runner:
         logprobs = _logprobs(step.sampled, tokens, wanted)
         return [Drawn(t, not u, lp) for t, u, lp in zip(tokens, unsound, logprobs, strict=True)]
 
-    def prepare(self) -> None:
-        """Probe exactness, then warm up: both need the cache to be free of requests."""
-        exact = self._probe()
-        self.loaded = replace(self.loaded, exact=exact, digest=f"{self.loaded.digest}-{exact}")
-        self._warm_up()
+    def prepare(self) -> float:
+        """Probe exactness, then warm up: both need the cache to be free of requests.
 
-    @torch.inference_mode()
-    def _probe(self) -> str:
+        Returns the seconds that the largest step is expected to take here, from those that the probe took.
+        """
         config = self.loaded.config
         rows = min(PROBE_TOKENS, config.max_context, config.max_step_tokens)
+        started = perf_counter()
+        exact = self._probe(rows)
+        seconds = perf_counter() - started
+        self.loaded = replace(self.loaded, exact=exact, digest=f"{self.loaded.digest}-{exact}")
+        self._warm_up()
+        return seconds * config.max_step_tokens / rows
+
+    @torch.inference_mode()
+    def _probe(self, rows: int) -> str:
         request = self._scratch_request(rows)
 
         def forward(start: int, count: int) -> Tensor:

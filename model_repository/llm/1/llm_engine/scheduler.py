@@ -58,12 +58,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        max_sequences: int,
-        max_step_tokens: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, pool: BlockPool, *, max_sequences: int, max_step_tokens: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if not 1 <= max_sequences <= max_step_tokens:
             raise ValueError(f"max_step_tokens ({max_step_tokens}) must reach max_sequences ({max_sequences})")

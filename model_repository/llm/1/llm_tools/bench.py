@@ -206,7 +206,7 @@ def _answers(engine: Engine, prompts: Sequence[list[int]], wanted: int, *, first
 
 def measure(engine: Engine, work: Work, effort: Effort, progress: Progress) -> list[Result]:
     """Run every case and the limits in ROUNDS identical rounds. Raises BenchError if a request fails."""
-    ids = engine.prompts.text("text", TEXT)
+    ids = engine.tokenizer(TEXT)["input_ids"]
     wanted = cases(engine.config, effort)
     samples: dict[Case, list[list[Sample]]] = {case: [] for case in wanted}
     found: list[Limits] = []

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
-from .request import Request, RequestError, check_token_ids, is_unicode
+from llm_engine.request import RequestError, check_token_ids, is_unicode
 
 
 class PromptEncoder:
@@ -48,35 +48,7 @@ class PromptEncoder:
             raise RequestError(f"{field}: the model's chat template refuses these messages: {reason}") from None
         return self.text(field, text, special=False)
 
-    def check(self, request: Request) -> None:
-        """Refuse a request that does not fit the model, else set its `max_total` and `bad_words_ids`."""
-        check_token_ids("input_ids", request.prompt_ids, self._vocab_size)
-        check_token_ids("resume_token_ids", request.resume_token_ids, self._vocab_size)
-        request.params.check_vocabulary(self._vocab_size)
-        prompt, resumed, limit = len(request.prompt_ids), len(request.resume_token_ids), self._max_context
-        if not prompt:
-            raise RequestError("the prompt is empty; send at least one token")
-        if prompt >= limit:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; at most {limit - 1} fit, for the context is {limit} with the answer"
-            )
-        request.max_total = min(limit, prompt + (request.params.max_tokens or limit))
-        if prompt + resumed > request.max_total:
-            raise RequestError(
-                f"resume_token_ids holds {resumed} tokens; at most {request.max_total - prompt} fit behind the prompt"
-            )
-        request.bad_words_ids = self._bad_words(request.params.bad_words)
-
     def decode(self, field: str, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens skipped."""
         check_token_ids(field, ids, self._vocab_size)
         return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that would write one of `words`, at the start of a text and behind a space."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for text in (word, " " + word.lstrip()):
-                if ids := tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]):
-                    found[ids] = None
-        return tuple(found)

@@ -1,0 +1,42 @@
+"""Whether a request fits the model: its token ids, its prompt in the context, what it resumes, what it forbids.
+
+Whatever does not fit is a RequestError naming the field and the numbers. It does not know who else is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .request import Request, RequestError, check_token_ids
+
+
+def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int) -> None:
+    """Refuse a request that does not fit, else set its `max_total` and `bad_words_ids`. `max_context` is in tokens."""
+    check_token_ids("input_ids", request.prompt_ids, vocab_size)
+    check_token_ids("resume_token_ids", request.resume_token_ids, vocab_size)
+    request.params.check_vocabulary(vocab_size)
+    prompt, resumed = len(request.prompt_ids), len(request.resume_token_ids)
+    if not prompt:
+        raise RequestError("the prompt is empty; send at least one token")
+    if prompt >= max_context:
+        raise RequestError(
+            f"the prompt has {prompt} tokens; at most {max_context - 1} fit, "
+            f"for the context is {max_context} with the answer"
+        )
+    request.max_total = min(max_context, prompt + (request.params.max_tokens or max_context))
+    if prompt + resumed > request.max_total:
+        raise RequestError(
+            f"resume_token_ids holds {resumed} tokens; at most {request.max_total - prompt} fit behind the prompt"
+        )
+    request.bad_words_ids = _bad_words(request.params.bad_words, tokenizer)
+
+
+def _bad_words(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that would write one of `words`, at the start of a text and behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            if ids := tuple(tokenizer(text, add_special_tokens=False)["input_ids"]):
+                found[ids] = None
+    return tuple(found)
