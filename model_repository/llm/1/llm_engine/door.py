@@ -65,6 +65,12 @@ class Door:
             self._backlog = backlog
             self._changed.notify_all()
 
+    def occupancy(self) -> dict[str, int]:
+        """How many are inside: those who wait for their first seat, and the others."""
+        with self._changed:
+            waiting = self._waiting.total()
+            return {"running": len(self.live) - waiting, "waiting": waiting}
+
     def wait_for_room(self, timeout: float) -> bool:
         """Block until one more would find a seat at once, or `timeout` seconds; return whether it would."""
         with self._changed:

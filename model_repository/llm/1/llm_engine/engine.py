@@ -133,8 +133,8 @@ class Engine:
         return bool(self._door.live) and time.monotonic() - self.heartbeat > self._longest_step
 
     def info(self) -> dict[str, Any]:
-        """What a client may want to know before it sends anything."""
-        return self._loaded.info()
+        """What a client may want to know before it sends anything: the model, its limits, and how full it is."""
+        return {**self._loaded.info(), **self._door.occupancy()}
 
     def close(self, timeout: float = 30.0) -> None:
         """End all live requests with UNAVAILABLE and the thread with them. Again: no effect."""
