@@ -6,9 +6,9 @@ PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CODE := client model_repository tests
+CODE := client model_repository docker tests
 
-.PHONY: help demo serve test lint fmt soak clean
+.PHONY: help demo serve test ops lint fmt soak clean
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -21,6 +21,9 @@ serve: $(VENV)/server.done ## Serve the model until Ctrl-C
 
 test: lint ## Lint, types, unit, engine and real-server tests
 	$(BIN)/python -m pytest tests/unit tests/engine tests/server
+
+ops: $(VENV)/ops.done ## Check the images, the compose file and the metrics with the tools that will read them
+	$(BIN)/python -m pytest tests/ops
 
 lint: $(VENV)/dev.done ## Check style and types
 	$(BIN)/ruff check $(CODE)
@@ -51,4 +54,8 @@ $(VENV)/server.done: pyproject.toml
 
 $(VENV)/dev.done: $(VENV)/server.done
 	$(PIP) install --quiet --group dev
+	@touch $@
+
+$(VENV)/ops.done: $(VENV)/dev.done
+	$(PIP) install --quiet --group ops
 	@touch $@

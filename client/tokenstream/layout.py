@@ -1,4 +1,4 @@
-"""Finds tritonserver in the installed nvidia-pytriton wheel, and says what keeps it from running here.
+"""Finds tritonserver, in the nvidia-pytriton wheel or where $TOKENSTREAM_TRITON says, and what keeps it from running.
 
 `locate` checks the ground (platform, glibc, wheel, numpy, stub, libpython) and raises SetupError with the cure; `link`
 lays out a backend folder in which the stub of the running Python lies where the server looks for it.
@@ -76,22 +76,44 @@ def check_path(path: Path, what: str, cure: str) -> None:
         )
 
 
-def locate() -> Layout:
-    """Find everything a server needs; SetupError naming the first thing that is missing or too old."""
+def locate(env: Mapping[str, str] = os.environ) -> Layout:
+    """Find everything a server needs; SetupError naming the first thing that is missing or too old.
+
+    $TOKENSTREAM_TRITON names a Triton installation (NVIDIA's images: /opt/tritonserver); without it, the wheel.
+    """
     check_platform()
-    wheel = _wheel()
+    folder = env.get("TOKENSTREAM_TRITON")
+    layout = _installed(Path(folder), env) if folder else _in_wheel(_wheel())
     _check_numpy()
+    if not (Path(sys.executable).parent / "python3").exists():
+        raise SetupError(f"there is no python3 beside {sys.executable}: run from a virtual environment, which has one")
+    return layout
+
+
+def _in_wheel(wheel: Path) -> Layout:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = wheel / "pytriton/tritonserver/python_backend_stubs" / version / STUB
     if not stub.is_file():
         known = sorted((path.name for path in stub.parent.parent.glob("3.*")), key=lambda name: int(name[2:]))
         raise SetupError(f"{WHEEL} has no stub for Python {version}: use one of Python {', '.join(known)}")
-    if not (Path(sys.executable).parent / "python3").exists():
-        raise SetupError(f"there is no python3 beside {sys.executable}: run from a virtual environment, which has one")
     bundled = wheel / "nvidia_pytriton.libs"
     binary = wheel / "pytriton/tritonserver/bin/tritonserver"
     libraries = (_libpython_folder(stub, bundled), bundled)
     return Layout(binary, wheel / "pytriton/tritonserver/backends/python", stub, libraries, _help(binary, libraries))
+
+
+def _installed(folder: Path, env: Mapping[str, str]) -> Layout:
+    binary, backend = folder / "bin/tritonserver", folder / "backends/python"
+    stub = backend / STUB
+    for needed in (binary, stub):
+        if not os.access(needed, os.X_OK):
+            raise SetupError(f"{needed} is missing: let TOKENSTREAM_TRITON name a Triton with the Python backend")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if f"libpython{version}.so".encode() not in stub.read_bytes():
+        raise SetupError(f"{stub} is for another Python than {version}: use the one that the image came with")
+    inherited = tuple(map(Path, filter(None, env.get("LD_LIBRARY_PATH", "").split(os.pathsep))))
+    libraries = (_libpython_folder(stub, folder / "lib"), folder / "lib", *inherited)
+    return Layout(binary, backend, stub, libraries, _help(binary, libraries))
 
 
 def check_platform() -> None:

@@ -72,6 +72,41 @@ def test_the_interpreter_comes_first_on_the_path_and_given_libraries_last(wheel:
     assert env["OTHER"] == "1"
 
 
+@pytest.fixture
+def installed(wheel: Path, tmp_path: Path) -> Path:
+    """A folder like /opt/tritonserver in NVIDIA's images, made of the wheel's files."""
+    folder, server = tmp_path / "opt", wheel / "pytriton/tritonserver"
+    (folder / "backends").mkdir(parents=True)
+    (server / "bin").rename(folder / "bin")
+    (server / "backends/python").rename(folder / "backends/python")
+    (wheel / "nvidia_pytriton.libs").rename(folder / "lib")
+    name = f"libpython{PYTHON}.so"
+    stub = folder / "backends/python" / STUB
+    stub.write_bytes(f"\x7fELF\0{name}\0".encode())
+    stub.chmod(0o755)
+    (folder / "lib" / name).touch()
+    return folder
+
+
+def test_an_installed_triton_that_the_environment_names_is_taken_instead_of_the_wheel(installed: Path) -> None:
+    found = locate({"TOKENSTREAM_TRITON": str(installed), "LD_LIBRARY_PATH": "/usr/local/cuda/lib"})
+    assert found.binary == installed / "bin/tritonserver"
+    assert found.stub == found.backend / STUB == installed / "backends/python" / STUB
+    assert found.libraries[-2:] == (installed / "lib", Path("/usr/local/cuda/lib"))
+
+
+def test_an_installed_triton_without_its_python_backend_is_one_line(installed: Path) -> None:
+    (installed / "backends/python" / STUB).unlink()
+    with pytest.raises(SetupError, match=f"{STUB} is missing: let TOKENSTREAM_TRITON name a Triton with"):
+        locate({"TOKENSTREAM_TRITON": str(installed)})
+
+
+def test_an_installed_stub_for_another_python_is_one_line(installed: Path) -> None:
+    (installed / "backends/python" / STUB).write_bytes(b"\x7fELF\0libpython3.77.so.1.0\0")
+    with pytest.raises(SetupError, match=f"is for another Python than {PYTHON}"):
+        locate({"TOKENSTREAM_TRITON": str(installed)})
+
+
 def absent(_: str) -> Any:
     raise metadata.PackageNotFoundError
 
