@@ -119,8 +119,8 @@ class CheckedEngine(Engine):
         assert self._begun.wait(WAIT)
         return super()._take_inbox(wait=wait)
 
-    def _end_turn(self, started: float) -> None:
-        super()._end_turn(started)
+    def _end_turn(self, started: float, *, stepped: bool) -> None:
+        super()._end_turn(started, stepped=stepped)
         self.turns += 1
         try:
             self._check_books()

@@ -95,16 +95,23 @@ class TritonPythonModel:
         from llm_engine.request import RequestError
 
         stream = Stream(request.get_response_sender(), Call(request_id=request.request_id()))
+        submitting = False
         try:
             stream.call = read_call(request, self._engine.defaults)
-            self._start(stream)
+            ids = self._answer_or_encode(stream)
+            submitting = True
+            if ids is not None:
+                self._submit(stream, ids)
         except RequestError as error:
+            self._engine.metrics.rejected += not submitting  # the engine counts what it refuses itself
             self._replies.put(Reply(stream, [], error))
         except Exception as error:  # execute never raises: Triton would fail every request and show a traceback
             log.exception("a request could not be accepted")
+            self._engine.metrics.failed += 1
             self._replies.put(Reply(stream, [], internal(error)))
 
-    def _start(self, stream: Stream) -> None:
+    def _answer_or_encode(self, stream: Stream) -> list[int] | None:
+        """Answer what needs no seat and return None; else return the prompt's token ids."""
         call, prompts = stream.call, self._prompts
         if call.operation is Operation.INFO:
             return self._replies.put(Reply(stream, [string("text_output", json.dumps(self._engine.info()))]))
@@ -121,7 +128,7 @@ class TritonPythonModel:
             return self._replies.put(Reply(stream, [int32("token_ids", ids), int32("num_input_tokens", [len(ids)])]))
         if not call.exclude_input:
             call.echo = call.text if call.text is not None else prompts.decode("input_ids", ids)
-        return self._submit(stream, ids)
+        return ids
 
     def _submit(self, stream: Stream, ids: list[int]) -> None:
         from llm_engine.request import Request

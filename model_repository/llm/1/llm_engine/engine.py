@@ -8,14 +8,11 @@ request ends with exactly one terminal delta, whatever fails. It does not know w
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import secrets
 import threading
 import time
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,7 +21,7 @@ from . import loading
 from .blocks import BlockPool
 from .config import EngineConfig
 from .door import Door
-from .fit import fit
+from .fit import fingerprint, fit
 from .loading import LoadedModel
 from .metrics import Metrics
 from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status, Timings
@@ -47,7 +44,6 @@ class _Drain:
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
 class _Close:
     pass
 
@@ -105,12 +101,15 @@ class Engine:
             self.metrics.rejected += 1
             raise
         if ended is not None:
+            self.metrics.count_finished(request, ended, time.monotonic())
             _hand_out(emit, [self._delta(request, "", (), finish_reason=ended)])
             return
         self._inbox.put(request)
 
     def cancel(self, request_id: str) -> None:
         """End a request within one step with CANCELLED; nothing happens if it is unknown or has ended."""
+        if request := self._door.live.get(request_id):
+            request.cancelled = True
         self._inbox.put(_Cancel(request_id))
 
     def drain(self, seconds: float) -> None:
@@ -146,7 +145,7 @@ class Engine:
         """Check a request and fill in the engine's fields; return a reason if its resumed answer has ended already."""
         loaded = self._loaded
         fit(request, self.tokenizer, self.config.max_context, self.vocab_size)
-        request.fingerprint = _fingerprint(loaded.digest, request.prompt_ids)
+        request.fingerprint = fingerprint(loaded.digest, request.prompt_ids)
         if request.resume_fingerprint not in (None, request.fingerprint):
             raise RequestError(
                 f"resume_mismatch: this server's answer has fingerprint {request.fingerprint}, "
@@ -191,8 +190,9 @@ class Engine:
                 log.exception("a step failed")
                 self._fail(error, in_flight, planned)
                 in_flight = None
-            self._end_turn(started)
+            self._end_turn(started, stepped=planned is not None)
         for request in list(self._door.live.values()):
+            self.metrics.failed += 1
             self._end(request, RequestError("the engine was closed", Code.UNAVAILABLE))
 
     def _take_inbox(self, *, wait: bool) -> bool:
@@ -220,6 +220,7 @@ class Engine:
         for request in list(self._door.live.values()):
             age = now - request.arrived_at
             if request.queued and self._drain_deadline < math.inf:
+                self.metrics.rejected += 1
                 self._end(request, RequestError("draining: the server is shutting down", Code.UNAVAILABLE))
             elif request.queued and age > request.queue_seconds:
                 self.metrics.expired += 1
@@ -244,12 +245,14 @@ class Engine:
         for request in plan.admitted:
             if request.preemptions == 0:  # later it finds its own blocks, which is no merit of the cache
                 self._door.seated(request)
+                self.metrics.prefix_query_tokens += len(request.tokens)
                 self.metrics.prefix_hit_tokens += request.cached_tokens
             self._runner.admit(request)
         if not plan.chunks:
             return None
         self.metrics.steps += 1
         self.metrics.rows_per_step.observe(sum(chunk.count for chunk in plan.chunks))
+        self._gauge()  # before the step, so that one that hangs is seen to hang with rows in it
         return self._runner.launch(plan)
 
     def _deliver(self, step: InFlight) -> None:
@@ -259,6 +262,7 @@ class Engine:
         try:
             for chunk in step.plan.chunks:
                 draw = next(drawn) if chunk.samples else None
+                self.metrics.tokens_after_cancel += chunk.samples and chunk.request.cancelled
                 if chunk.request.status is not Status.FINISHED and (delta := self._settle(chunk, draw)):
                     outbox.setdefault(chunk.request.emit, []).append(delta)
         finally:  # a request whose last delta lies in the outbox is no longer live: nobody else would end it
@@ -369,11 +373,14 @@ class Engine:
                 self.metrics.failed += 1
                 self._end(request, reason)
 
-    def _end_turn(self, started: float) -> None:
-        now = time.monotonic()
-        self.heartbeat = now
+    def _end_turn(self, started: float, *, stepped: bool) -> None:
+        self.heartbeat = time.monotonic()
+        self._gauge()
+        if stepped:
+            self.metrics.step_seconds.observe(self.heartbeat - started)
+
+    def _gauge(self) -> None:
         metrics = self.metrics
-        metrics.step_seconds.observe(now - started)
         metrics.running, metrics.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         metrics.kv_usage = 1.0 - self._pool.free / self._pool.blocks
 
@@ -391,7 +398,3 @@ def _hand_out(emit: Emit, deltas: list[Delta]) -> None:
 def _internal(what: str, error: Exception) -> RequestError:
     told = (str(error).strip().splitlines() or [""])[0]
     return RequestError(f"{what}: {type(error).__name__}: {told}"[:300], Code.INTERNAL)
-
-
-def _fingerprint(digest: str, prompt_ids: Sequence[int]) -> str:
-    return hashlib.blake2b(digest.encode() + array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()

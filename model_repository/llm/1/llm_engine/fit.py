@@ -5,6 +5,8 @@ Whatever does not fit is a RequestError naming the field and the numbers. It doe
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +32,11 @@ def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int) -> 
             f"resume_token_ids holds {resumed} tokens; at most {request.max_total - prompt} fit behind the prompt"
         )
     request.bad_words_ids = _bad_words(request.params.bad_words, tokenizer)
+
+
+def fingerprint(digest: str, prompt_ids: Sequence[int]) -> str:
+    """What tells whether another server would give the same answer: the model's digest and the prompt, hashed."""
+    return hashlib.blake2b(digest.encode() + array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
 
 
 def _bad_words(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:

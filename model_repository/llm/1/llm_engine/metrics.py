@@ -1,5 +1,6 @@
-"""What the engine counts: plain numbers, written by the engine thread alone and read by whoever exports them.
+"""What the engine counts: plain numbers, written by the engine thread and read by whoever exports them.
 
+Requests that end before they reach that thread (refused, or resumed behind their end) are counted by their submitter.
 A reader may see a step half-counted, never a torn number. This module does not know how or where they are shown.
 """
 
@@ -12,6 +13,7 @@ from .request import FinishReason, Request
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+TOKENS = tuple(2.0**power for power in range(16))
 
 
 @dataclass(slots=True)
@@ -34,7 +36,11 @@ class Histogram:
 
 @dataclass(slots=True)
 class Metrics:
-    """Counters since the start, gauges of the last step, histograms in seconds (rows_per_step in rows)."""
+    """Counters since the start, gauges of the last step, histograms in seconds, rows or tokens.
+
+    `expired` requests waited or ran longer than they may; `tokens_after_cancel` were computed for a request between
+    its cancellation and its end. The histograms of whole requests hold those that ended with `stop` or `length`.
+    """
 
     stopped: int = 0
     limited: int = 0
@@ -45,6 +51,8 @@ class Metrics:
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    tokens_after_cancel: int = 0
+    prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     running: int = 0
     waiting: int = 0
@@ -54,9 +62,12 @@ class Metrics:
     rows_per_step: Histogram = field(default_factory=lambda: Histogram(ROWS))
     queue_seconds: Histogram = field(default_factory=Histogram)
     prefill_seconds: Histogram = field(default_factory=Histogram)
+    decode_seconds: Histogram = field(default_factory=Histogram)
     time_to_first_token_seconds: Histogram = field(default_factory=Histogram)
     inter_token_latency_seconds: Histogram = field(default_factory=Histogram)
     e2e_request_latency_seconds: Histogram = field(default_factory=Histogram)
+    request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
 
     def count_token(self, request: Request, now: float) -> None:
         """Count a token drawn at `now` (monotonic seconds), before the request notes its time."""
@@ -67,11 +78,15 @@ class Metrics:
             self.inter_token_latency_seconds.observe(now - request.last_token_at)
 
     def count_finished(self, request: Request, reason: FinishReason, now: float) -> None:
-        """Count an answer that ended well at `now` (monotonic seconds)."""
-        if reason is FinishReason.STOP:
+        """Count an answer that ended well at `now` (monotonic seconds); one resumed behind its end has no times."""
+        if request.first_token_at > 0.0:
+            self.queue_seconds.observe(request.admitted_at - request.arrived_at)
+            self.prefill_seconds.observe(request.first_token_at - request.admitted_at)
+            self.decode_seconds.observe(now - request.first_token_at)
+            self.e2e_request_latency_seconds.observe(now - request.arrived_at)
+            self.request_prompt_tokens.observe(request.prompt_len)
+            self.request_generation_tokens.observe(request.answer_len - len(request.resume_token_ids))
+        if reason is FinishReason.STOP:  # last: whoever sees that a request has ended finds the rest counted
             self.stopped += 1
         else:
             self.limited += 1
-        self.queue_seconds.observe(request.admitted_at - request.arrived_at)
-        self.prefill_seconds.observe(request.first_token_at - request.admitted_at)
-        self.e2e_request_latency_seconds.observe(now - request.arrived_at)

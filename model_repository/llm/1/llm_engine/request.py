@@ -224,6 +224,7 @@ class Request:
     cached_tokens: int = 0
     preemptions: int = 0
     chain: list[bytes] = field(default_factory=list)  # digests of the full blocks of `tokens`, behind a root
+    cancelled: bool = False  # somebody asked for its end, which comes with the next turn
     turn: int = 0  # arrival number, kept for life
     overtaken: int = 0  # newer requests admitted while this one waited
     emitted: int = 0  # answer tokens delivered, resumed ones included
