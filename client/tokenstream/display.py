@@ -93,6 +93,8 @@ def bench_report(results: Sequence[Mapping[str, Any]]) -> str:
                 _print(console, _setup_text(result))
         if times := [result for result in results if result["kind"] in ("decode", "prefill")]:
             console.print(_times_table(times))
+            if split := [time for time in times if time["parts_ms"]]:
+                console.print(_parts_table(split))
         if checks := [result for result in results if result["kind"] == "check"]:
             console.print(_checks_table(check for check in checks if not check["skipped"]))
         for check in checks:
@@ -119,7 +121,7 @@ def _times_table(times: Iterable[Mapping[str, Any]]) -> Table:
     table = _table("milliseconds", "median", "min", "max", "rounds", "host", "limit", "ratio", "tokens/s")
     for time in times:
         table.add_row(
-            f"decode {time['rows']:2} x {time['tokens']}" if time["kind"] == "decode" else f"prefill {time['tokens']}",
+            _case(time),
             *(_short(time[name]) for name in ("median_ms", "min_ms", "max_ms")),
             " ".join(_short(median) for median in time["rounds_ms"]),
             _short(time["host_ms"]),
@@ -128,6 +130,20 @@ def _times_table(times: Iterable[Mapping[str, Any]]) -> Table:
             f"{time['tokens_per_second']:.0f}",
         )
     return table
+
+
+def _parts_table(times: Sequence[Mapping[str, Any]]) -> Table:
+    """Where a step's time goes: means, of which `rest` is the launch of the model and its scratch memory."""
+    table = _table("mean milliseconds in", *times[0]["parts_ms"], "rest", "host")
+    for time in times:
+        parts = time["parts_ms"]
+        rest = max(0.0, time["median_ms"] - time["host_ms"] - sum(parts.values()))
+        table.add_row(_case(time), *(_short(ms) for ms in (*parts.values(), rest, time["host_ms"])))
+    return table
+
+
+def _case(time: Mapping[str, Any]) -> str:
+    return f"decode {time['rows']:2} x {time['tokens']}" if time["kind"] == "decode" else f"prefill {time['tokens']}"
 
 
 def _short(ms: float) -> str:
@@ -171,6 +187,7 @@ class StageProgress:
         self._progress: Progress = Progress(*columns, console=self._console, transient=True)
         self._task: TaskID | None = None
         self._stage = ""
+        self._stopped = False
 
     def __enter__(self) -> Self:
         """Begin to draw."""
@@ -185,12 +202,15 @@ class StageProgress:
         self.stop()
 
     def stop(self) -> None:
-        """Clear what was drawn; harmless if repeated."""
+        """Clear what was drawn, and draw no more; harmless if repeated."""
+        self._stopped = True
         if self._console.is_terminal:
             self._progress.stop()
 
     def __call__(self, stage: str, done: int, total: int | None, elapsed: float) -> None:
         """Show how far `stage` is."""
+        if self._stopped:
+            return
         total = None if stage == "load" else total  # models ready: one or none says nothing of how long it takes
         if stage != self._stage:
             self._stage = stage

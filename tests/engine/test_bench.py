@@ -64,6 +64,7 @@ def test_every_measurement_stands_beside_a_limit_and_shows_its_noise(folder: Pat
     for t in times:
         assert isinstance(t, Measurement)
         assert 0 < t.host_ms < t.median_ms
+        assert sum(t.parts_ms.values()) <= t.max_ms
         assert t.min_ms <= min(t.rounds_ms) <= t.median_ms <= max(t.rounds_ms) <= t.max_ms
         assert t.limit_ms > 0
         assert t.ratio > 0
@@ -162,7 +163,7 @@ def test_a_prefill_multiplies_as_much_as_its_rows_one_by_one_but_for_the_head() 
 
 def test_the_larger_limit_bounds() -> None:
     work = Work.of(driver.load("llama"))
-    samples = [[bench.Sample(0.5, 0.25, (10, 10), 1)] * 3] * 2
+    samples = [[bench.Sample(0.5, 0.25, (), (10, 10), 1)] * 3] * 2
     for limits, bound in ((Limits(1e6, 1e15), "memory"), (Limits(1e15, 1e6), "compute")):
         found = bench.summarise(Case("decode", 2, 10), samples, work, limits)
         seconds = max(

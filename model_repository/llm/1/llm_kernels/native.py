@@ -7,7 +7,7 @@ know requests, how the kernels are compiled, or whether a model should run nativ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from llm_engine.batch import Batch
 
 from .build import NativeUnavailableError, Toolchain, build
 
+PARTS = ("linears", "attention", "norms and rope", "head")
 _PANEL = 32  # columns of a packed panel, as in linear_cpu.h
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -68,6 +69,7 @@ class NativeLlama:
 
     weights: nine tensors per layer (input norm, q|k|v, its bias, q norm, k norm, o, post norm, gate|up, down; empty
     where the model has none), then norm and head. cos, sin: bf16 [positions, head_dim / 2]. windows: 0 for none.
+    seconds: float64 [4], the time spent so far in each of PARTS.
     """
 
     embedding: Tensor
@@ -80,6 +82,7 @@ class NativeLlama:
     windows: list[int]
     scale: float
     eps: float
+    seconds: Tensor = field(default_factory=lambda: torch.zeros(len(PARTS), dtype=torch.float64))
 
     @classmethod
     def from_model(cls, model: Any, positions: int) -> NativeLlama:
@@ -106,24 +109,16 @@ class NativeLlama:
             eps=config.rms_norm_eps,
         )
 
-    def forward(
-        self,
-        batch: Batch,
-        head_rows: Tensor,
-        layout: PagedLayout,
-        caches: Sequence[KVCache],
-        seconds: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, batch: Batch, head_rows: Tensor, layout: PagedLayout, caches: Sequence[KVCache]) -> Tensor:
         """Logits, bf16 [head rows, vocabulary]; writes the KV of every row. head_rows: int64 [heads].
 
-        seconds: float64 [4], to which the time in linears, attention, small kernels and head is added. Raises
-        RuntimeError naming an input that is out of range.
+        Raises RuntimeError naming an input that is out of range.
         """
         logits = torch.ops.tokenstream.llama_forward(
             batch.token_ids, batch.positions, batch.slot_mapping,
             layout.block_table, layout.query_start, layout.context_len, head_rows,
             self.embedding, self.cos, self.sin, self.weights, [c.key for c in caches], [c.value for c in caches],
-            self.heads, self.windows, layout.block_size, self.scale, self.eps, layout.threads, seconds,
+            self.heads, self.windows, layout.block_size, self.scale, self.eps, layout.threads, self.seconds,
         )  # fmt: skip
         return cast(Tensor, logits)
 

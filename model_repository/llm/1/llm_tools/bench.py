@@ -29,6 +29,7 @@ from llm_engine import loading
 from llm_engine.config import DTYPES, KERNELS, ConfigError, EngineConfig, expand
 from llm_engine.engine import Engine
 from llm_engine.request import Delta, Request, RequestError, SamplingParams
+from llm_kernels.native import PARTS
 
 from . import accuracy, weights
 from .accuracy import TEXT
@@ -84,8 +85,9 @@ class Measurement:
     """Milliseconds of a decode step of `rows` sequences, or from submit to first token of one prompt (prefill).
 
     tokens: context of a sequence, the new token included; of a decode step the mean. rounds_ms: the medians of
-    identical rounds. host_ms: median of the time outside the model. bound: "memory" or "compute", which of the limits
-    is the larger one; ratio: measured by limit.
+    identical rounds. host_ms: median of the time outside the model. parts_ms: mean of the time in each part of a model
+    in native form; its launch and its scratch memory are in none. bound: "memory" or "compute", which of the limits is
+    the larger one; ratio: measured by limit.
     """
 
     kind: str
@@ -97,6 +99,7 @@ class Measurement:
     max_ms: float
     rounds_ms: tuple[float, ...]
     host_ms: float
+    parts_ms: Mapping[str, float]
     limit_ms: float
     bound: str
     ratio: float
@@ -108,10 +111,11 @@ Result = Setup | Measurement
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One step: its seconds, those in the model, and its sequences' contexts, of which `new` tokens were computed."""
+    """One step: its seconds, those in the model and in its parts, its contexts, and how many tokens of each are new."""
 
     seconds: float
     model_seconds: float
+    part_seconds: tuple[float, ...]
     contexts: tuple[int, ...]
     new: int
 
@@ -155,15 +159,16 @@ class _Reader:
         self._runner = engine._runner  # the benchmark is the engine's own, and no other reader needs the runner
         self._rows, self._wanted, self._first = rows, wanted, first
         self._open = rows
-        self._at, self._model = time.perf_counter(), self._runner.model_seconds
+        self._at, self._model, self._parts = time.perf_counter(), self._runner.model_seconds, self._part_seconds()
 
     def __call__(self, deltas: list[Delta]) -> None:
-        now, model = time.perf_counter(), self._runner.model_seconds
+        now, model, parts = time.perf_counter(), self._runner.model_seconds, self._part_seconds()
         tokens = [d for d in deltas if d.token_ids and (d.index == 0) == self._first]
         if len(tokens) == self._rows and len(self.samples) < self._wanted:
             contexts = tuple(d.num_input_tokens + d.index for d in tokens)
             new = contexts[0] if self._first else 1
-            self.samples.append(Sample(now - self._at, model - self._model, contexts, new))
+            spent = tuple(after - before for after, before in zip(parts, self._parts, strict=True))
+            self.samples.append(Sample(now - self._at, model - self._model, spent, contexts, new))
         errors = [d.error.message for d in deltas if d.error]
         if errors and len(self.samples) < self._wanted:
             self.failure = errors[0]
@@ -172,7 +177,11 @@ class _Reader:
             self.enough.set()
         if self._open == 0:
             self.over.set()
-        self._at, self._model = now, model
+        self._at, self._model, self._parts = now, model, parts
+
+    def _part_seconds(self) -> list[float]:
+        llama = self._runner.loaded.llama
+        return [] if llama is None else llama.seconds.tolist()
 
 
 def run(engine: Engine, case: Case, ids: Sequence[int], effort: Effort) -> list[Sample]:
@@ -240,6 +249,10 @@ def summarise(case: Case, rounds: Sequence[Sequence[Sample]], work: Work, limits
         max_ms=_ms(max(s.seconds for s in every)),
         rounds_ms=tuple(_ms(statistics.median(s.seconds for s in samples)) for samples in rounds),
         host_ms=_ms(statistics.median(s.seconds - s.model_seconds for s in every)),
+        parts_ms={
+            name: _ms(statistics.mean(seconds))
+            for name, seconds in zip(PARTS, zip(*(s.part_seconds for s in every), strict=True), strict=False)
+        },
         limit_ms=_ms(max(memory, compute)),
         bound="memory" if memory > compute else "compute",
         ratio=round(median / max(memory, compute), 3),
