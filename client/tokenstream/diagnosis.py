@@ -51,6 +51,11 @@ _TAKEN = re.compile(r"failed to start (\w+) service: .*Socket '[^']*:(\d+)' alre
 _LOAD_FAILED = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
 _REFUSED_CONFIG = re.compile(r"Poll failed for model directory '([^']+)': (.*)")
 _FATAL = re.compile(r"error: creating server: (.*)")
+_TRITONS = re.compile(r"[IWEF]\d{4} |[+|]|error: creating server")
+_COMPLAINT = re.compile(
+    r"(?i)error|exception|fatal|abort|fault|terminate|illegal|undefined symbol|cannot|can't|what\(\)|\bno such\b"
+)
+_QUOTE = 300  # characters of somebody's last words
 _NOISE = re.compile(r"^(?:(?:Internal|Invalid argument|Unavailable|TritonModelException|RuntimeError): )+")
 
 
@@ -68,14 +73,17 @@ def full_disk(folder: Path) -> str | None:
     return f"no space left in {folder} ({free >> 10} KiB free): free some, or set TOKENSTREAM_CACHE to another folder"
 
 
-def explain(log: str) -> str | None:
-    """One line that says why the server of this log gave up, with the cure where one is known; None if unknown."""
+def explain(log: str, *, out_of_memory: bool = False) -> str | None:
+    """One line that says why the server of this log gave up, with the cure where one is known; None if unknown.
+
+    `out_of_memory` says that the kernel killed a process for lack of memory meanwhile.
+    """
     if found := _TAKEN.search(log):
         return f"{found[1]} port {found[2]} is taken by another program: choose another one, or 0 for a free one"
     if "compiled using NumPy 1.x cannot be run in" in log or "_ARRAY_API not found" in log:
         return "the server's Python imports numpy 2, which Triton's Python stub cannot use: pip install 'numpy<2'"
     if found := _LOAD_FAILED.search(log):
-        return f"model {found[1]!r} failed to load: {_model_error(found[2])}"
+        return f"model {found[1]!r} failed to load: {_model_error(found[2], log, out_of_memory)}"
     if found := _REFUSED_CONFIG.search(log):
         return f"model {found[1]!r} was refused: {_first_line(found[2])}"
     if found := _FATAL.search(log):
@@ -83,12 +91,22 @@ def explain(log: str) -> str | None:
     return None
 
 
-def _model_error(text: str) -> str:
+def _model_error(text: str, log: str, out_of_memory: bool) -> str:
     if "shared memory" in text and "No space left on device" in text:
         return "/dev/shm is full: free some, or give the container more with --shm-size=1g"  # noqa: S108
     if "is not healthy" in text:
-        return "its process died while it loaded; out of memory is the usual cause, and the log says what it did last"
+        return f"its process died while it loaded; {_why_it_died(log, out_of_memory)}"
     return _NOISE.sub("", _first_line(text))
+
+
+def _why_it_died(log: str, out_of_memory: bool) -> str:
+    """Why a process died that its server knows to be dead alone: memory only if the kernel says so or nobody else."""
+    if out_of_memory:
+        return "meanwhile the kernel killed a process for lack of memory: free some, or load a smaller model"
+    said = [line.strip() for line in log.splitlines() if not _TRITONS.match(line) and _COMPLAINT.search(line)]
+    if said:
+        return f"it said: {said[-1][:_QUOTE]}"
+    return "it did not say why, as one that is killed for lack of memory would not (dmesg tells)"
 
 
 def _first_line(text: str) -> str:

@@ -106,6 +106,15 @@ class Process:
         return code
 
 
+def memory_kills() -> int:
+    """How many processes the kernel has killed on this machine for lack of memory; 0 if it does not count them."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
 def _read_pid(fd: int) -> int:
     """The command's process id from the keeper; OSError when the keeper ended, or said nothing in time."""
     answer, deadline = b"", time.monotonic() + _ANSWER_SECONDS

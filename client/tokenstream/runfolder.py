@@ -19,10 +19,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .diagnosis import writing_to
+from .diagnosis import SetupError, writing_to
+from .drain import withdraw
+from .heartbeat import remove_heartbeats
 
 RUN_ID = "TOKENSTREAM_RUN_ID"  # in the environment of every process of a run
 KEPT_LOG = "last-failed.log"
+_PLACE = "files"  # names the folder of the run's files; written once the run's lock is held
+_LOG_BYTES = 65536
 LEAVE_SECONDS = 4.0  # a predecessor whose supervisor was killed is gone in two
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (Triton's Python backend has its regions there)
 
@@ -33,7 +37,7 @@ class RunFolder:
     """`root`/<id>, locked from its making to `remove`; the lock also falls when this process dies.
 
     `files` (default: the folder itself) is where the log and the model's run-time files go; it is kept if it was given.
-    Raises SetupError when the folder cannot be written.
+    Raises SetupError when a folder cannot be written, or another live run has its files in `files`.
     """
 
     def __init__(self, root: Path, *, files: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> None:
@@ -42,19 +46,24 @@ class RunFolder:
         self.files = files or self.path
         self.log_path = self.files / "server.log"
         self._shared_memory = shared_memory
-        with writing_to(root):
-            root.mkdir(parents=True, exist_ok=True)
-            with _alone(root):
-                _sweep(root, shared_memory, LEAVE_SECONDS)
-                self.path.mkdir(mode=0o700)
-                self._lock = _lock(self.path, create=True)
-        with writing_to(self.files):
-            try:
-                self.files.mkdir(parents=True, exist_ok=True)
+        self._locks: list[int] = []
+        try:
+            with writing_to(root):
+                root.mkdir(parents=True, exist_ok=True)
+                if files is not None:
+                    self._locks.append(_own(files))
+                with _alone(root):
+                    _sweep(root, shared_memory, LEAVE_SECONDS)
+                    self.path.mkdir(mode=0o700)
+                    self._locks += filter(None, [_lock(self.path, create=True)])
+                (self.path / _PLACE).write_text(str(self.files))
+            with writing_to(self.files):
+                self._remove_traces()
                 self.log_path.write_bytes(b"")
-            except OSError:
-                self.remove()
-                raise
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._unlock()
+            raise
 
     @property
     def prefix(self) -> str:
@@ -66,19 +75,57 @@ class RunFolder:
         """Where the log will lie behind `remove(failed=True)`."""
         return self.log_path if self.files != self.path else self.path.parent / KEPT_LOG
 
-    def remove(self, *, failed: bool = False) -> None:
-        """Remove shared memory and folder, and give up the lock; with `failed` the log stays at `kept_log_path`."""
+    def log_size(self) -> int:
+        """Bytes of the log; one that somebody has removed is begun again."""
+        with writing_to(self.files):
+            self.log_path.touch()
+            return self.log_path.stat().st_size
+
+    def read_log(self, start: int = 0) -> str:
+        """The log from byte `start` on, its last 64 KiB at most; "" if it is gone."""
+        try:
+            with self.log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(start, size - _LOG_BYTES))
+                return log.read().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def clear(self) -> None:
+        """Remove all that a server of this run left, but for its log: the next one may use the folder."""
         end_processes(self.id, LEAVE_SECONDS)
         _remove_shared_memory(self.id, self._shared_memory)
+        self._remove_traces()
+
+    def remove(self, *, failed: bool = False) -> None:
+        """Remove shared memory and folder, and give up the lock; with `failed` the log stays at `kept_log_path`."""
+        self.clear()
         kept = self.kept_log_path
         with _alone(self.path.parent):  # else a sweep could take a folder without its lock file for a dead run
             if failed and kept != self.log_path:
                 _keep_log(self.path)
                 self.log_path = kept
             shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._unlock()
+
+    def _remove_traces(self) -> None:
+        with suppress(OSError):  # what cannot be removed will look dead, and that is told by name
+            remove_heartbeats(self.files)
+            withdraw(self.files)
+
+    def _unlock(self) -> None:
+        while self._locks:
+            os.close(self._locks.pop())
+
+
+def live_files(root: Path) -> list[Path]:
+    """Where the heartbeats of every live run under `root` are."""
+    found = []
+    for place in sorted(root.glob(f"*/{_PLACE}")):
+        with suppress(OSError):  # gone meanwhile
+            if _is_locked(place.parent):
+                found.append(Path(place.read_text()))
+    return found
 
 
 def prefix(run_id: str) -> str:
@@ -161,6 +208,28 @@ def _lock(folder: Path, *, create: bool) -> int | None:
         os.close(lock)
         return None
     return lock
+
+
+def _own(files: Path) -> int:
+    """Make `files` and lock it: two servers in one folder would take each other's files for their own."""
+    with writing_to(files):
+        files.mkdir(parents=True, exist_ok=True)
+        lock = _lock(files, create=True)
+    if lock is None:
+        raise SetupError(f"the run folder {files} belongs to another server that runs: give each its own")
+    return lock
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether another process, or another descriptor of this one, holds the folder's lock."""
+    lock = os.open(folder / "lock", os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _remove_shared_memory(run_id: str, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""A real tritonserver on this machine: started from the nvidia-pytriton wheel, watched, and taken down whole.
+"""A real tritonserver on this machine: started from the nvidia-pytriton wheel, watched, drained and taken down whole.
 
-`TritonServer` lays out and starts one, `serve_until_signal` runs one for a command line. Nothing of a server
+`TritonServer` lays out and starts one, `serve_until_signal` keeps one up for a command line. Nothing of a server
 outlives this process, however this process ends, and the next start removes what a killed one left on disk and in
 shared memory; servers of one user do not touch each other. It prints nothing and does not know what the models do.
 """
@@ -8,23 +8,25 @@ shared memory; servers of one user do not touch each other. It prints nothing an
 from __future__ import annotations
 
 import os
-import signal
+import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Protocol, Self
 
 from .diagnosis import ServerFailed, SetupError, explain, full_disk, taken_port
+from .drain import POLL_SECONDS, Drain
+from .heartbeat import Pulse, lives
 from .layout import Layout, cache_root, check_path, locate
 from .ports import Ports, choose_ports
 from .prepare import prepare
-from .process import Process
+from .process import Process, memory_kills
 from .repository import find_repository, read_repository
 from .runfolder import RUN_ID, RunFolder, sweep
-from .tritonserver import command_line, ready_models
+from .supervise import Interrupted, OnDrain, serve_until_signal
+from .tritonserver import check_open_files, command_line, ready_models
 
 __all__ = [
     "Interrupted",
@@ -40,7 +42,6 @@ __all__ = [
 
 _POLL_SECONDS = 0.1
 _PORT_ATTEMPTS = 4
-_TAIL_BYTES = 65536
 _TAIL_LINES = 20
 _LOADING_EXIT_SECONDS = 5.0  # a server that is still loading has no streams worth waiting for
 
@@ -50,10 +51,6 @@ class Progress(Protocol):
 
     def __call__(self, stage: str, done: int, total: int | None, elapsed: float) -> None:
         """Called from the thread that called `start` or `wait_ready`, at least once a stage."""
-
-
-class Interrupted(Exception):  # noqa: N818 (not an error: somebody asked for it)
-    """`interrupt` was called while the server was being started or waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,10 @@ class TritonServer:
     Ports of 0 are replaced by free ones; they are final once `wait_ready` has returned. `model_names` limits what is
     loaded (default: all). `run_dir` is where the log goes and what the model finds as TOKENSTREAM_RUN_DIR; if given it
     is kept, else it is a folder in the cache that `stop` removes (a failed server's log stays as `last-failed.log`).
-    `env` is added to this process's environment, `extra_args` to the command line; `exit_timeout` is how many seconds
-    a stop lets live requests go on. A server is started once. Its methods belong to one thread, except `interrupt`.
+    `env` is added to this process's environment, `extra_args` to the command line. A stop first drains the models that
+    can: it lets live requests go on for `drain_seconds` (default: it ends them at once) and ends the rest;
+    `exit_timeout` is how many seconds Triton then waits for what other models do. A server is started once, and may be
+    restarted. Its methods belong to one thread, except `interrupt`.
     """
 
     def __init__(
@@ -91,6 +90,7 @@ class TritonServer:
         extra_args: Sequence[str] = (),
         progress: Progress | None = None,
         exit_timeout: int = 30,
+        drain_seconds: float = 0.0,
     ) -> None:
         self.repository = repository.absolute()
         self.host = host
@@ -101,10 +101,13 @@ class TritonServer:
         self._extra_args = tuple(extra_args)
         self._progress = progress
         self._exit_timeout = exit_timeout
+        self._drain_seconds = drain_seconds
         self._run: _Run | None = None
         self._process: Process | None = None
+        self._pulse: Pulse | None = None
         self._attempts = 0
         self._log_start = 0
+        self._memory_kills = 0
         self._began = 0.0
         self._ready = False
         self._failed = False
@@ -162,7 +165,7 @@ class TritonServer:
 
     def tail(self, lines: int = _TAIL_LINES) -> list[str]:
         """The last lines of the log (of its last 64 KiB)."""
-        return self._log(0).splitlines()[-lines:]
+        return self._laid_out().folder.read_log().splitlines()[-lines:]
 
     def poll(self) -> int | None:
         """Same as `returncode`."""
@@ -184,6 +187,7 @@ class TritonServer:
             raise RuntimeError("a server is started once: make another one")
         if self._run is not None:
             return
+        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._began = time.monotonic()
         self._report("layout", 0, None)
         models = read_repository(self.repository, self.model_names, self._env)
@@ -241,27 +245,76 @@ class TritonServer:
 
     @property
     def was_ready(self) -> bool:
-        """Whether all models have been ready."""
+        """Whether all models have been ready, since the last start."""
         return self._ready
 
-    def death(self, code: int) -> ServerFailed:
-        """What to say of a ready server that ended by itself with `code`; its log is kept."""
-        return self._failure(f"the server {_how(code)} while it was serving: see its log, then start it again")
+    def fault(self) -> str | None:
+        """Why the server cannot serve any more, None if it can: it ended, or an instance is dead, silent or stalled."""
+        process = self._running()
+        if process.returncode is not None:
+            return f"the server {_how(process.returncode)} while it was serving{self._memory_note()}"
+        if self._pulse is None or not lives(process.pid):  # its keeper clears away what it left, and then tells
+            return None
+        found = self._pulse.fault()
+        return None if found is None else f"{found}{self._memory_note()}"
 
-    def stop(self, timeout: float | None = None) -> int:
-        """Take the server down, remove what it left, and return its exit code (0 if it was never started).
+    def death(self, message: str) -> ServerFailed:
+        """The failure that says `message` of a server that is to be restarted; its log goes on where it is."""
+        self._failed = True
+        return ServerFailed(message, tuple(self.tail()), self.log_path)
 
-        SIGTERM first; after `timeout` seconds (default: a little over `exit_timeout`, or 5 while it still loads), or a
-        second `interrupt`, it is killed with all that it started. A second stop only returns the code.
+    def pause(self, seconds: float) -> None:
+        """Wait; Interrupted after `interrupt`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self._check_interrupt()
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            time.sleep(min(left, _POLL_SECONDS))
+
+    def kill(self) -> None:
+        """Take the server down at once with all that it started, and remove what it left but its log and folder."""
+        self._running().close(0)
+        self._ready = False
+        self._laid_out().folder.clear()
+
+    def restart(self) -> None:
+        """Start the server again behind `kill`, on the same ports; SetupError if they are taken. Then `wait_ready`."""
+        self._asked_ports = self.ports
+        self._report("start", 0, None)
+        self._spawn()
+
+    def stop(self, timeout: float | None = None, *, on_drain: OnDrain | None = None) -> int:
+        """Drain the server, take it down, remove what it left, and return its exit code (0 if it was never started).
+
+        `on_drain` hears of live requests and seconds as a drain begins. Behind it comes SIGTERM; after `timeout`
+        seconds (default: a little over `exit_timeout`, or 5 while it still loads), or a second `interrupt`, or at once
+        if an instance is dead or hangs, it is killed with all that it started. A second stop only returns the code.
         """
         if self._run is None or self._stopped:
             return self.returncode or 0
         self._stopped = True
         if self._process is not None:
             self._failed |= (self._process.returncode or 0) != 0
-            self._end(self._process, self._grace() if timeout is None else timeout)
+            grace = self._grace() if timeout is None else timeout
+            if self._ready and self._process.returncode is None and not self._drain(self._process, on_drain):
+                grace = 0.0
+            self._end(self._process, grace)
         self._run.folder.remove(failed=self._failed)
         return self.returncode or 0
+
+    def _drain(self, process: Process, on_drain: OnDrain | None) -> bool:
+        """Drain the models that can; whether the server is still fit to end in order."""
+        try:
+            drain = Drain([self._laid_out().folder.files], self._drain_seconds)
+        except OSError:  # a full disk must not keep a server from ending
+            return True
+        if drain.instances and on_drain is not None:
+            on_drain(drain.live, self._drain_seconds)
+        while not drain.over() and self._interrupts < 2 and process.wait(POLL_SECONDS) is None:
+            if self.fault() is not None:  # nobody is there who could end its streams
+                break
+        return self.fault() is None
 
     def _end(self, process: Process, grace: float) -> None:
         if process.returncode is None:
@@ -280,7 +333,8 @@ class TritonServer:
         run = self._laid_out()
         self._attempts += 1
         self.ports = choose_ports(self.host, self._asked_ports)
-        self._log_start = self.log_path.stat().st_size
+        self._log_start = run.folder.log_size()
+        self._memory_kills = memory_kills()
         command = command_line(
             run.layout,
             repository=self.repository,
@@ -296,14 +350,15 @@ class TritonServer:
             self._process = Process([*command, *self._extra_args], run.layout.environment(run.env), self.log_path)
         except OSError as error:
             raise SetupError(f"tritonserver cannot be started ({error}): see {self.log_path}") from error
+        self._pulse = Pulse(run.folder.files)
 
     def _start_anew(self, code: int) -> None:
         """Start again if a port of our own choice was lost to another program; else raise ServerFailed."""
-        log = self._log(self._log_start)
+        log = self._laid_out().folder.read_log(self._log_start)
         port = taken_port(log)
         ours = port is not None and port not in astuple(self._asked_ports)
         if not ours or self._attempts >= _PORT_ATTEMPTS:
-            reason = explain(log) or full_disk(self.log_path.parent)
+            reason = explain(log, out_of_memory=self._memory_ran_out()) or full_disk(self.log_path.parent)
             raise self._failure(reason or f"the server {_how(code)} before it was ready: see its log")
         self._running().close(0)
         self._spawn()
@@ -312,15 +367,11 @@ class TritonServer:
         self._failed = True
         return ServerFailed(message, tuple(self.tail()), self._laid_out().folder.kept_log_path)
 
-    def _log(self, start: int) -> str:
-        """The log from byte `start` on, its last 64 KiB at most."""
-        try:
-            with self.log_path.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(start, size - _TAIL_BYTES))
-                return log.read().decode(errors="replace")
-        except FileNotFoundError:
-            return ""
+    def _memory_ran_out(self) -> bool:
+        return memory_kills() > self._memory_kills
+
+    def _memory_note(self) -> str:
+        return ", and since its start the kernel killed a process for lack of memory" if self._memory_ran_out() else ""
 
     def _report(self, stage: str, done: int, total: int | None) -> None:
         if self._progress is not None:
@@ -343,51 +394,3 @@ class TritonServer:
 
 def _how(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
-def serve_until_signal(
-    server: TritonServer,
-    *,
-    timeout: float = 600.0,
-    on_ready: Callable[[], None] | None = None,
-    on_death: Callable[[ServerFailed], None] | None = None,
-) -> int:
-    """Run `server` until it ends or SIGINT or SIGTERM comes, at whatever moment; return the shell's exit code for it.
-
-    The first signal is passed on as SIGTERM, a second one kills. `on_ready` is called once all models are ready,
-    `on_death` if the server then ends without having been asked to. The result is the server's own code (0 for an
-    orderly end), 128 + n for a death by signal n, or for signal n coming before it was ready. Only in the main thread.
-    Raises SetupError; the server is down when this returns.
-    """
-    received: list[int] = []
-
-    def note(signum: int, _frame: FrameType | None) -> None:
-        received.append(signum)
-        server.interrupt()
-
-    with _handlers(note):
-        try:
-            server.start()
-            server.wait_ready(timeout)
-            if on_ready is not None:
-                on_ready()
-            failure = server.death(server.wait())
-            if on_death is not None:
-                on_death(failure)
-        except Interrupted:
-            pass
-        finally:
-            server.stop()
-    code = server.returncode
-    if code is None or (received and not server.was_ready):
-        return 128 + (received[0] if received else signal.SIGINT)
-    return code if code >= 0 else 128 - code
-
-
-@contextmanager
-def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM with `handler` for a while."""
-    with ExitStack() as restore:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            restore.callback(signal.signal, number, signal.signal(number, handler))
-        yield

@@ -1,4 +1,4 @@
-"""What one tritonserver binary wants and says: its command line, and whether its models are ready.
+"""What one tritonserver binary wants and says: room, its command line, and whether its models are ready.
 
 Everything here is a function of its arguments; nothing is started or kept.
 It does not know who starts the binary, nor what the models do.
@@ -9,16 +9,26 @@ from __future__ import annotations
 import http
 import http.client
 import json
+import resource
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from .diagnosis import SetupError
 from .layout import Layout
 from .ports import Ports
 
+MIN_OPEN_FILES = 256
 _HTTP_SECONDS = 2.0
 # Clients ping between requests too, every 10 s at most, to notice a dead connection; Triton's default is to hang up.
 _KEEPALIVE = ("--grpc-keepalive-permit-without-calls=1", "--grpc-http2-min-recv-ping-interval-without-data=10000")
+
+
+def check_open_files(limit: int) -> None:
+    """Refuse a limit of open files under which the server would hang on its way up instead of failing."""
+    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+        cure = "raise it with `ulimit -n 1024`, or a container's with --ulimit nofile=1024"
+        raise SetupError(f"only {limit} files may be open (ulimit -n), the server needs {MIN_OPEN_FILES}: {cure}")
 
 
 def command_line(

@@ -176,22 +176,6 @@ def test_a_start_right_after_a_killed_supervisor_gets_its_ports(
         assert server.ports.http == port
 
 
-def test_a_killed_server_ends_its_supervisor_with_the_signal(
-    repository: Path, cache: Path, supervise: Callable[[], Supervisor]
-) -> None:
-    add_model(repository)
-    supervisor = supervise()
-    pid = int(supervisor.until("ready")[1])
-    (run_id,) = run_ids(cache)
-    os.kill(pid, signal.SIGKILL)
-    words = " ".join(supervisor.until("died"))
-    assert "was killed by signal 9 while it was serving" in words
-    assert supervisor.process.wait(30) == 128 + signal.SIGKILL
-    assert Path(words.split()[-1]).is_file()
-    assert processes(run_id) == []
-    assert regions(run_id) == []
-
-
 def test_a_killed_keeper_takes_the_server_along_and_stop_clears_the_rest(repository: Path, cache: Path) -> None:
     with TritonServer(add_model(repository)) as server:
         (run_id,) = run_ids(cache)

@@ -68,10 +68,10 @@ def test_a_table_shows_measured_limit_and_ratio(repository):
     child(repository, reporting(SETUP, DECODE, PREFILL))
     result = run()
     assert result.exit_code == 0, result.output
-    rows = [line.split() for line in result.stdout.splitlines()]
-    assert "decode 16 x 256 12.25 11.00 14.00 12.00 12.50 1.50 7.00 memory 1.75 1306".split() in rows
-    assert "decode 16 x 256 6.00 3.00 1.75 1.50".split() in rows  # linears, attention, rest, host
-    assert ["prefill", "2048", "700"] in [row[:3] for row in rows]
+    rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "decode 16 x 256 12.25 11.00 14.00 12.00 12.50 1.50 7.00 memory 1.75 1306" in rows
+    assert "decode 16 x 256 6.00 3.00 1.75 1.50" in rows  # linears, attention, rest, host
+    assert any(row.startswith("prefill 2048 700") for row in rows)
     for part in ("org/x: bfloat16, native kernels, bitwise", "2 cores, threads: 1", "reads 48.2 GB/s", "900 GFLOP/s"):
         assert part in result.stdout
     assert "decode, 16 rows" in result.stderr

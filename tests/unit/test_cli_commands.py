@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tokenstream
-from tokenstream.cli import app
+from tokenstream.commands import app
 from tokenstream.display import printable
 from unit.scripted_triton import WAIT, Script, ScriptedTriton, answer, failure, inputs, token
 
@@ -280,15 +280,15 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_not_the_chat(triton):
 
 def test_help_is_shown_without_loading_grpc():
     code = """
-import sys, tokenstream.cli
+import sys, tokenstream.commands
 try:
-    tokenstream.cli.app(["--help"])
+    tokenstream.commands.app(["--help"])
 finally:
     print("grpc" in sys.modules, "numpy" in sys.modules)
 """
     shown = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT)
     assert shown.stdout.splitlines()[-1] == "False False"
-    for command in ("serve", "generate", "chat", "probe", "new-model", "demo"):
+    for command in ("serve", "generate", "chat", "probe", "drain", "new-model", "demo"):
         assert command in shown.stdout
 
 

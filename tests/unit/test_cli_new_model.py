@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tokenstream.cli import app
+from tokenstream.commands import app
 from tokenstream.scaffold import ScaffoldError, edit_config, new_model
 
 CONFIG = """\

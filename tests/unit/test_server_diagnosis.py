@@ -55,6 +55,34 @@ def test_a_model_that_failed_to_load_gives_its_own_line(said: str, line: str) ->
     assert "\n" not in explained
 
 
+UNHEALTHY = f"{PREFIX}\"failed to load 'bad' version 1: Internal: Stub process 'bad_0_0' is not healthy.\"{FATAL}"
+TABLE = "| bad | 1 | UNAVAILABLE: Internal: Stub process 'bad_0_0' is not healthy: error. |\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Fatal Python error: Segmentation fault",
+        "terminate called after throwing an instance of 'std::bad_alloc'",
+        "stub: error while loading shared libraries: libpython3.11.so.1.0: cannot open shared object file",
+    ],
+)
+def test_a_process_that_said_why_it_died_is_quoted_and_memory_is_not_blamed(words: str) -> None:
+    line = str(explain(f"I1130 loading\ntokenstream: converting\n{words}\n{TABLE}{UNHEALTHY}"))
+    assert line == f"model 'bad' failed to load: its process died while it loaded; it said: {words}"
+
+
+def test_memory_is_blamed_when_the_kernel_killed_somebody_for_it() -> None:
+    log = f"warning: an error that does not matter\n{UNHEALTHY}"
+    assert "the kernel killed a process for lack of memory" in str(explain(log, out_of_memory=True))
+    assert "memory" not in str(explain(log))
+
+
+def test_a_silent_death_is_not_said_to_be_for_lack_of_memory() -> None:
+    line = str(explain(f"tokenstream: reading the weights file\n{TABLE}{UNHEALTHY}"))
+    assert "it did not say why, as one that is killed for lack of memory would not" in line
+
+
 def test_a_refused_config_names_its_file() -> None:
     log = f"{PREFIX}\"Poll failed for model directory 'm': failed to read text proto from /r/m/config.pbtxt\"{FATAL}"
     assert explain(log) == "model 'm' was refused: failed to read text proto from /r/m/config.pbtxt"

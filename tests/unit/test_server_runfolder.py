@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tokenstream.diagnosis import SetupError
-from tokenstream.runfolder import RUN_ID, RunFolder, processes, sweep
+from tokenstream.runfolder import RUN_ID, RunFolder, live_files, processes, sweep
 
 DEAD = "0123456789abcdef"
 
@@ -139,3 +139,61 @@ def test_an_unusable_cache_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"cannot write to .*/file \("):
         RunFolder(tmp_path / "run", files=tmp_path / "file")
     assert [path for path in (tmp_path / "run").iterdir() if path.is_dir()] == []
+
+
+def test_live_runs_are_found_wherever_their_files_are(root: Path, shm: Path, tmp_path: Path) -> None:
+    assert live_files(root) == []
+    make_dead(root, shm)
+    (root / DEAD / "files").write_text(str(root / DEAD))
+    assert live_files(root) == []
+    own = RunFolder(root, shared_memory=shm)
+    elsewhere = RunFolder(root, files=tmp_path / "mine", shared_memory=shm)
+    assert set(live_files(root)) == {own.path, tmp_path / "mine"}
+    own.remove()
+    assert live_files(root) == [tmp_path / "mine"]
+    elsewhere.remove()
+    assert live_files(root) == []
+
+
+def test_a_look_for_live_runs_does_not_unlock_them(root: Path, shm: Path) -> None:
+    run = RunFolder(root, shared_memory=shm)
+    for _ in range(2):
+        assert live_files(root) == [run.path]
+    assert sweep(root, shared_memory=shm) == []
+    run.remove()
+
+
+def test_two_live_servers_do_not_share_a_folder_for_files(root: Path, shm: Path, tmp_path: Path) -> None:
+    first = RunFolder(root, files=tmp_path / "mine", shared_memory=shm)
+    (tmp_path / "mine" / "heartbeat-llm_0_0.json").touch()
+    first.log_path.write_text("said")
+    with pytest.raises(SetupError, match="mine belongs to another server that runs: give each its own"):
+        RunFolder(root, files=tmp_path / "mine", shared_memory=shm)
+    assert first.log_path.read_text() == "said"
+    assert (tmp_path / "mine" / "heartbeat-llm_0_0.json").exists()
+    first.remove()
+    RunFolder(root, files=tmp_path / "mine", shared_memory=shm).remove()
+
+
+def test_what_a_dead_server_left_is_gone_before_the_next_one_in_its_folder(root: Path, shm: Path) -> None:
+    run = RunFolder(root, shared_memory=shm)
+    (shm / f"{run.prefix}region").touch()
+    for name in ("heartbeat-llm_0_0.json", "heartbeat-llm_0_0.new", "drain"):
+        (run.files / name).touch()
+    run.log_path.write_text("what it said last")
+    with process_of(run.id) as left:
+        run.clear()
+        assert left.wait(5) == -9
+    assert list(shm.iterdir()) == []
+    assert sorted(path.name for path in run.path.iterdir()) == ["files", "lock", "server.log"]
+    assert run.log_path.read_text() == "what it said last"
+    run.remove()
+
+
+def test_a_log_is_read_from_where_a_start_began(root: Path, shm: Path) -> None:
+    run = RunFolder(root, shared_memory=shm)
+    run.log_path.write_text("x" * 100_000 + "tail")
+    assert run.read_log(100_000) == "tail"
+    assert len(run.read_log()) == 65536
+    run.remove()
+    assert run.read_log() == ""

@@ -1,7 +1,8 @@
 """Looks after what no token moves: cancelled requests, drain, the heartbeat, metrics. One thread does all of it.
 
     heartbeat-INSTANCE.json   written every half second into the run folder: {pid, at, live, stalled, draining}
-    drain                     read there: {"seconds": S} has the engine end its requests within S seconds
+    drain                     read there: {"seconds": S} has the engine end its requests within S seconds; a later order
+                              can only bring the end nearer
 
 The run folder is what TOKENSTREAM_RUN_DIR names; without it there is neither heartbeat nor drain. Triton's calls are
 made here because two threads at once in its metrics crash it. It does not know how tokens are made or sent.
@@ -37,12 +38,14 @@ class Watcher:
         self._run_folder = run_folder
         self._heartbeat = run_folder / f"heartbeat-{instance}.json" if run_folder else None
         self.draining = False
+        self._drain_order = ""  # what was read last
         self._asked = 0  # streams looked at, of those in turn
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch; the first heartbeat is written before this returns."""
+        self._beat()
         self._thread.start()
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -83,15 +86,19 @@ class Watcher:
                 self._engine.cancel(key)
 
     def _look_for_drain(self) -> None:
-        if self._run_folder is None or self.draining:
+        if self._run_folder is None:
             return
         try:
-            asked = json.loads((self._run_folder / "drain").read_text())
-        except (OSError, ValueError):
+            order = (self._run_folder / "drain").read_text()
+            if order == self._drain_order:
+                return
+            seconds = float(json.loads(order)["seconds"])
+        except (OSError, ValueError, KeyError, TypeError):
             return
+        self._drain_order = order
         self.draining = True
-        log.info("draining within %g s", asked["seconds"])
-        self._engine.drain(float(asked["seconds"]))
+        log.info("draining within %g s", seconds)
+        self._engine.drain(seconds)
 
     def _beat(self) -> None:
         if self._heartbeat is None:

@@ -113,7 +113,7 @@ class Engine:
         self._inbox.put(_Cancel(request_id))
 
     def drain(self, seconds: float) -> None:
-        """Refuse new requests and end those that wait, with UNAVAILABLE; after `seconds` end the rest, CANCELLED."""
+        """Refuse new requests and end those that wait, UNAVAILABLE; after `seconds` (the fewest asked) the rest."""
         self._door.close("draining: the server is shutting down; try another one")
         self._inbox.put(_Drain(time.monotonic() + seconds))
 
@@ -209,7 +209,7 @@ class Engine:
                             self.metrics.cancelled += 1
                             self._end(request, RequestError("the request was cancelled", Code.CANCELLED))
                     case _Drain():
-                        self._drain_deadline = message.deadline
+                        self._drain_deadline = min(self._drain_deadline, message.deadline)
                     case Request() if message.status is not Status.FINISHED:  # ended before it was read
                         self._scheduler.add(message)
                         self.metrics.prompt_tokens += message.prompt_len
