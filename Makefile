@@ -34,8 +34,8 @@ fmt: $(VENV)/dev.done ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-soak: $(VENV)/dev.done ## The engine's property tests again, many more examples
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/engine tests/unit --timeout=3600
+soak: $(VENV)/dev.done ## The property tests with many more examples, and 20,000 requests through the server
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/engine tests/unit tests/server/test_leaks.py --timeout=3600
 
 clean: ## Remove the virtual environment and what tools left in this folder
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,28 +1,40 @@
-"""One real server with the real model for all tests here; those that must break or crowd one start their own."""
+"""One real server with the real model for all tests here; those that must break or crowd one start their own.
+
+What a request computed shows in the prefix cache: the same prompt, asked again, says how many tokens it found there.
+How it ended shows in the server's log, even where its client has left.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from server.raw import Wire
+from server.raw import WAIT, Call, Wire, infer
 from tokenstream import Client, ServerInfo
+from tokenstream.runfolder import RUN_ID
 from tokenstream.server import ServerFailed, TritonServer, find_repository
+
+SEATS, QUEUE = 2, 2  # of a small server
+LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0.0}
 
 
 @contextmanager
-def running(repository: Path) -> Iterator[TritonServer]:
+def running(repository: Path, model_names: Sequence[str] | None = None) -> Iterator[TritonServer]:
     """A server that is ready; when it does not become so, the last lines of its log are the failure.
 
-    Behind the `with` it has ended in order: nothing that a test sent may keep it from that.
+    Behind the `with` it has ended in order: nothing that a test sent may keep it from that. With `model_names` models
+    can be loaded and unloaded.
     """
-    server = TritonServer(repository)
+    server = TritonServer(repository, model_names=model_names)
     try:
         server.__enter__()
     except ServerFailed as error:
@@ -44,6 +56,84 @@ def copied(folder: Path, changes: Mapping[str, str]) -> Path:
         assert count == 1, f"{pattern!r} occurs {count} times in config.pbtxt"
     config.write_text(content)
     return folder
+
+
+def parameters(**values: object) -> dict[str, str]:
+    """Changes for `copied` that set parameters."""
+    return {rf'(key: "{name}" value \{{ string_value: )"[^"]*"': rf'\1"{value}"' for name, value in values.items()}
+
+
+def until(condition: Callable[[], bool], seconds: float = WAIT) -> None:
+    """Wait for what no event tells."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Token ids that no other seed gives."""
+    return [100 + (seed * 7919 + i * 104729) % 40000 for i in range(length)]
+
+
+def run_id(server: TritonServer) -> str:
+    """The mark that all processes and shared memory of a server bear."""
+    entries = Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
+    return dict(entry.split(b"=", 1) for entry in entries if entry)[RUN_ID.encode()].decode()
+
+
+def ends(server: TritonServer) -> list[dict[str, Any]]:
+    """What the log says of all requests that were sent their FINAL response, in this order."""
+    lines = server.log_path.read_text(errors="replace").splitlines()
+    told = (line.partition("tokenstream: ")[2] for line in lines)
+    return [json.loads(line) for line in told if line.startswith('{"event": "request"')]
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A server of few seats, and two ways to it."""
+
+    server: TritonServer
+    wire: Wire
+    client: Client
+
+    def occupancy(self) -> tuple[int, int]:
+        """Requests that have a seat, and those that wait for one, as the model tells."""
+        told = json.loads(self.wire.ask(operation="info")[0]["text_output"])
+        return told["running"], told["waiting"]
+
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self.occupancy()[1]
+
+    def send(self, text: str = "Next", max_tokens: int = 1, **parts: Any) -> Call:
+        """A short request."""
+        return self.wire.call(infer(text_input=text, max_tokens=max_tokens, ignore_eos=True, **parts))
+
+    def holder(self) -> Call:
+        """A request that keeps a seat until it is left; it has begun."""
+        call = self.wire.call(infer(text_input="Once upon a time", **LONG))
+        assert call.next()
+        return call
+
+    def next_one(self, behind: int = 0, **parts: Any) -> Call:
+        """A short request that finds no seat and waits in the queue, behind so many others."""
+        call = self.send(**parts)
+        until(lambda: self.waiting() == behind + 1)
+        assert call.silent
+        return call
+
+    def cached(self, prompt: list[int]) -> int:
+        """Tokens of `prompt` that the server has computed for another request; asking makes it compute the rest."""
+        return int(json.loads(self.wire.ask(input_ids=prompt, max_tokens=1)[-1]["timings"])["cached_tokens"])
+
+
+@contextmanager
+def small_server(folder: Path, changes: Mapping[str, str]) -> Iterator[Small]:
+    """A server whose long prompts take many steps, with further `changes` of config.pbtxt."""
+    repository = copied(folder / "repository", {**parameters(max_step_tokens=64), **changes})
+    with running(repository) as server, closing(Wire(server.grpc_url)) as wire, Client(server.grpc_url) as client:
+        yield Small(server, wire, client)
 
 
 def eos_token_ids(info: ServerInfo) -> list[int]:

@@ -6,15 +6,18 @@ It does not know what the model does with any of it.
 
 from __future__ import annotations
 
+import http.client
+import json
 import struct
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
@@ -26,12 +29,16 @@ FORMATS = {"INT32": "i", "UINT64": "Q", "FP32": "f", "BOOL": "?"}
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response: its tensors by name (values flat), whether it is marked final, and its error text ("" if none)."""
+    """One response: its tensors by name (values flat), whether it is marked final, and its error text ("" if none).
+
+    `at` is when it was read, on the clock of `time.monotonic`.
+    """
 
     tensors: Mapping[str, tuple[Any, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     final: bool
     error: str
+    at: float
 
     def __getitem__(self, name: str) -> Any:
         """The single value of an output."""
@@ -72,6 +79,7 @@ class Call:
     def __init__(
         self, stub: service_pb2_grpc.GRPCInferenceServiceStub, request: pb.ModelInferRequest, deadline: float | None
     ) -> None:
+        self.sent_at = time.monotonic()
         self._rpc = stub.ModelStreamInfer(iter((request,)), timeout=deadline)
         self._arrived: SimpleQueue[Response | None] = SimpleQueue()
         threading.Thread(target=self._read, name="raw-reader", daemon=True).start()
@@ -142,6 +150,43 @@ class Wire:
             return list(pool.map(self.answers, requests))
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What came back over HTTP."""
+
+    status: int
+    type: str
+    body: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The body of `generate`."""
+        return cast(dict[str, Any], json.loads(self.body))
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The body of `generate_stream`."""
+        assert self.type.startswith("text/event-stream")
+        *events, end = self.body.split("\n\n")
+        assert end == ""
+        assert all(event.startswith("data: ") for event in events)
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@dataclass(frozen=True, slots=True)
+class Web:
+    """Posts JSON to the model."""
+
+    address: str
+
+    def post(self, method: str, model: str = "llm", /, **body: Any) -> Page:
+        """The whole answer of `generate` or `generate_stream`."""
+        with closing(http.client.HTTPConnection(self.address, timeout=WAIT)) as connection:
+            connection.request("POST", f"/v2/models/{model}/{method}", json.dumps(body))
+            response = connection.getresponse()
+            return Page(response.status, response.getheader("Content-Type", ""), response.read().decode())
+
+
 def tokens(responses: Sequence[Response]) -> list[int]:
     """The answer's tokens; fails if the request did not end well."""
     assert all(not response.error for response in responses), responses[-1].error
@@ -169,7 +214,8 @@ def _parse(message: pb.ModelStreamInferResponse) -> Response:
     for output, data in zip(body.outputs, body.raw_output_contents, strict=True):
         tensors[output.name] = tuple(_strings(data)) if output.datatype == "BYTES" else _numbers(output.datatype, data)
         shapes[output.name] = tuple(output.shape)
-    return Response(tensors, shapes, body.parameters["triton_final_response"].bool_param, message.error_message)
+    final = body.parameters["triton_final_response"].bool_param
+    return Response(tensors, shapes, final, message.error_message, time.monotonic())
 
 
 def _numbers(datatype: str, data: bytes) -> tuple[Any, ...]:

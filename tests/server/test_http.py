@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import urllib.error
 import urllib.request
-from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, cast
 
 import pytest
 
-from server.raw import WAIT, Wire, text, tokens
+from server.raw import Web, Wire, text, tokens
 from tokenstream import Client
 from tokenstream.server import TritonServer
 
 PROMPT = "The capital of France is"
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What the server sent back."""
-
-    status: int
-    type: str
-    body: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The body of `generate`."""
-        return cast(dict[str, Any], json.loads(self.body))
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The body of `generate_stream`."""
-        assert self.type.startswith("text/event-stream")
-        *events, end = self.body.split("\n\n")
-        assert end == ""
-        assert all(event.startswith("data: ") for event in events)
-        return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
-@dataclass(frozen=True, slots=True)
-class Web:
-    """Posts JSON to the model."""
-
-    address: str
-
-    def post(self, method: str, **body: Any) -> Page:
-        with closing(http.client.HTTPConnection(self.address, timeout=WAIT)) as connection:
-            connection.request("POST", f"/v2/models/llm/{method}", json.dumps(body))
-            response = connection.getresponse()
-            return Page(response.status, response.getheader("Content-Type", ""), response.read().decode())
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +56,32 @@ def test_lists_and_large_seeds_and_nested_parameters_arrive(web: Web, wire: Wire
         assert events[0]["seed"] == 2**64 - 1
     ids = wire.ask(operation="tokenize", text_input=PROMPT)[0].tensors["token_ids"]
     assert web.post("generate", input_ids=ids, stream=False, **asked).json["token_ids"] == tokens(expected)
+
+
+def test_generate_takes_the_same_bodies_as_generate_stream(web: Web, wire: Wire) -> None:
+    scalars = {"max_tokens": 10, "temperature": 1.2, "top_k": 50, "top_p": 0.9, "seed": 11, "ignore_eos": True}
+    expected = wire.ask(text_input=PROMPT, **scalars)
+    stop = expected[3]["text_output"] + expected[4]["text_output"]
+    for body in (
+        {**scalars, "stop_words": [stop, "never written"]},
+        {"parameters": {**scalars, "stop_words": [stop, "never written"]}},
+        {"sampling_parameters": json.dumps({**scalars, "stop": [stop]})},
+    ):
+        whole = web.post("generate", text_input=PROMPT, stream=False, **body)
+        events = web.post("generate_stream", text_input=PROMPT, **body).events
+        assert whole.status == 200
+        assert whole.json["text_output"] == text(expected).partition(stop)[0]
+        assert whole.json["text_output"] == "".join(event["text_output"] for event in events)
+        assert whole.json["token_ids"] == [event["token_ids"] for event in events]
+        assert whole.json["finish_reason"] == events[-1]["finish_reason"] == "stop"
+        (only,) = web.post("generate_stream", text_input=PROMPT, stream=False, **body).events
+        assert only["token_ids"] == whole.json["token_ids"]
+
+
+def test_what_is_not_there_has_status_404_or_400(web: Web) -> None:
+    for model, method, status in (("llm", "generate", 400), ("other", "generate", 404), ("llm", "guess", 404)):
+        page = web.post(method, model, text_input=PROMPT, max_tokens=0, stream=False)
+        assert (page.status, method, model) == (status, method, model)
 
 
 def test_a_sampling_field_without_a_tensor_is_honoured_as_a_parameter(web: Web) -> None:

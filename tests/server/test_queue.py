@@ -1,93 +1,32 @@
-"""A full server of two seats: who waits, who overtakes, who is refused, and what a cancel sets free.
-
-What a request computed shows in the prefix cache: the same prompt, asked again, says how many tokens it found there.
-"""
+"""A full server of two seats that keeps its queue itself: who waits, who overtakes, who is refused, who makes room."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-from server.conftest import copied, running
-from server.raw import WAIT, Call, Wire, infer, tokens
-from tokenstream import Client, Overloaded, Timeout, TotalTimeout
-from tokenstream.server import TritonServer
+from server.conftest import LONG, QUEUE, SEATS, Small, ends, parameters, prompt, small_server, until
+from server.raw import WAIT, Web, infer, tokens
+from tokenstream import Overloaded, Timeout, TotalTimeout
 
-SEATS, QUEUE = 2, 2
-LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Small:
-    """The server and two ways to it."""
-
-    server: TritonServer
-    wire: Wire
-    client: Client
-
-    def waiting(self) -> int:
-        """Requests in Triton's queue."""
-        with urllib.request.urlopen(self.server.metrics_url, timeout=WAIT) as page:
-            lines = page.read().decode().splitlines()
-        (line,) = (line for line in lines if line.startswith('nv_inference_pending_request_count{model="llm"'))
-        return int(float(line.split()[-1]))
-
-    def holder(self) -> Call:
-        """A request that keeps a seat until it is left; it has begun."""
-        call = self.wire.call(infer(text_input="Once upon a time", **LONG))
-        assert call.next()
-        return call
-
-    def next_one(self, behind: int = 0) -> Call:
-        """A short request that finds no seat and waits in the queue, behind so many others."""
-        call = self.wire.call(infer(text_input="Next", max_tokens=1))
-        # Several looks: a request that is only passing through the queue is seen in it too.
-        until(lambda: all(self.waiting() == behind + 1 for _ in range(8)))
-        assert call.silent
-        return call
-
-    def cached(self, prompt: list[int]) -> int:
-        """Tokens of `prompt` that the server has computed for another request; asking makes it compute the rest."""
-        return int(json.loads(self.wire.ask(input_ids=prompt, max_tokens=1)[-1]["timings"])["cached_tokens"])
-
-
-def until(condition: Callable[[], bool], seconds: float = WAIT) -> None:
-    """Wait for what no event tells."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
+REFUSED_WITHIN = 0.15  # seconds: three times what is promised, for a machine that does other things too
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
-    changes = {
-        r"max_queue_size: \d+": f"max_queue_size: {QUEUE}",
-        r'(key: "max_sequences" value \{ string_value: )"\d+"': rf'\1"{SEATS}"',
-        r'(key: "max_step_tokens" value \{ string_value: )"\d+"': r'\1"64"',  # long prompts take many steps
-    }
-    repository = copied(tmp_path_factory.mktemp("small") / "repository", changes)
-    with running(repository) as server, closing(Wire(server.grpc_url)) as wire, Client(server.grpc_url) as client:
-        yield Small(server, wire, client)
+    changes = parameters(max_sequences=SEATS, max_queue_size=QUEUE)
+    with small_server(tmp_path_factory.mktemp("small"), changes) as small:
+        yield small
 
 
 @pytest.fixture
 def small(started: Small) -> Iterator[Small]:
     yield started
-    until(lambda: started.waiting() == 0)
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    """Token ids that no other test sends."""
-    return [100 + (seed * 7919 + i * 104729) % 40000 for i in range(length)]
+    until(lambda: started.occupancy() == (0, 0))
 
 
 @contextmanager
@@ -108,6 +47,7 @@ def out_of_time(small: Small) -> Iterator[None]:
 @contextmanager
 def unstreamed(small: Small) -> Iterator[None]:
     with small.wire.call(infer(text_input="Tell me", stream=False, **LONG)) as call:
+        until(lambda: small.occupancy() == (SEATS, 0))
         yield
         assert call.silent
 
@@ -153,74 +93,128 @@ def test_an_answer_that_nobody_wants_any_more_gives_up_its_seat(
         assert other.next()
 
 
-def test_a_prompt_that_nobody_wants_any_more_is_not_computed_to_its_end(small: Small) -> None:
+def test_a_cancelled_prompt_is_not_computed_to_its_end_and_ends_once(small: Small) -> None:
     long = prompt(1, 1200)
     with small.holder() as other:
-        with small.wire.call(infer(input_ids=long, **LONG)) as call:
+        with small.wire.call(infer(name="prefill", input_ids=long, **LONG)) as call:
+            until(lambda: small.occupancy() == (SEATS, 0))
             waiting = small.next_one()
             while not other.silent:
                 assert other.next()
-            for _ in range(6):
+            for _ in range(3):
                 assert other.next()  # one step each, with a piece of the long prompt
             assert call.silent
-            assert small.waiting() == 1  # the short one: the long one has its seat
         assert len(tokens(waiting.rest())) == 1
-        assert small.cached(long) == 0  # a prompt is found once it was computed to its end
-        assert small.cached(long) == 1184
+        assert other.next()
+    assert [(end["outcome"], end["tokens"]) for end in ends(small.server) if end["id"] == "prefill"] == [
+        ("CANCELLED", 0)
+    ]
+    assert small.cached(long) == 0  # a prompt is found once it was computed to its end
+    assert small.cached(long) == 1184
 
 
-def test_a_request_cancelled_in_the_queue_is_never_computed(small: Small) -> None:
-    unwanted = prompt(2, 100)
+def test_a_cancelled_answer_ends_once(small: Small) -> None:
+    with small.wire.call(infer(name="decode", text_input="Tell me", **LONG)) as call:
+        seen = [call.next() for _ in range(5)]
+    until(lambda: small.occupancy() == (0, 0))
+    small.cached(prompt(2, 4))  # its FINAL is sent behind that of the cancelled one
+    (end,) = (end for end in ends(small.server) if end["id"] == "decode")
+    assert end["outcome"] == "CANCELLED"
+    assert end["tokens"] >= len(seen)
+
+
+def test_a_request_cancelled_in_the_queue_is_never_computed_and_ends_once(small: Small) -> None:
+    unwanted = prompt(3, 100)
     with small.holder(), small.holder() as leaving:
-        queued = small.wire.call(infer(input_ids=unwanted, **LONG))
+        queued = small.wire.call(infer(name="queued", input_ids=unwanted, **LONG))
         until(lambda: small.waiting() == 1)
         behind = small.next_one(behind=1)
         queued.cancel()
         assert queued.next() is None
+        until(lambda: small.waiting() == 1)
+        assert behind.silent
         leaving.cancel()
         assert len(tokens(behind.rest())) == 1
         assert small.cached(unwanted) == 0
         assert small.cached(unwanted) == 96
+    assert [(end["outcome"], end["tokens"]) for end in ends(small.server) if end["id"] == "queued"] == [
+        ("CANCELLED", 0)
+    ]
 
 
-def test_a_request_whose_time_runs_out_in_the_queue_is_refused_and_never_computed(small: Small) -> None:
-    late = prompt(3, 100)
+def test_the_place_of_a_cancelled_request_in_the_queue_goes_to_a_newcomer(small: Small) -> None:
+    with small.holder(), small.holder() as leaving:
+        queued = [small.next_one(behind=i) for i in range(QUEUE)]
+        assert "Exceeds maximum queue size" in small.wire.refusal(infer(text_input="No room", max_tokens=1))
+        for call in queued:
+            call.cancel()
+            until(lambda: small.waiting() == QUEUE - 1)
+            newcomer = small.next_one(behind=QUEUE - 1)
+        assert "Exceeds maximum queue size" in small.wire.refusal(infer(text_input="No room", max_tokens=1))
+        leaving.cancel()
+        assert len(tokens(newcomer.rest())) == 1
+
+
+def test_a_request_whose_time_runs_out_in_the_queue_is_refused_then_and_never_computed(small: Small) -> None:
+    late = prompt(4, 100)
     with small.holder() as one, small.holder() as two:
-        (response,) = small.wire.ask(input_ids=late, max_tokens=1, parameters={"timeout": 500_000})
+        call = small.wire.call(infer(input_ids=late, max_tokens=1, parameters={"timeout": 1_000_000}))
+        (response,) = call.rest()
         assert "Request timeout expired" in response.error
+        assert 0.99 < response.at - call.sent_at < 1.5
         assert one.next()
         assert two.next()
     assert small.cached(late) == 0
 
 
-def test_a_full_queue_refuses_at_once_and_keeps_what_it_has(small: Small) -> None:
+@pytest.mark.parametrize("priority", [1, 2, 3])
+def test_a_full_queue_refuses_the_overflow_at_once_and_keeps_what_it_has(small: Small, priority: int) -> None:
+    overflow = 4
     with small.holder() as one, small.holder() as two:
-        calls = [small.wire.call(infer(text_input="Burst", max_tokens=1)) for _ in range(6)]
-        until(lambda: small.waiting() + sum(not call.silent for call in calls) == len(calls))
+        calls = [small.send("Burst", parameters={"llm_priority": priority}) for _ in range(QUEUE + overflow)]
+        until(lambda: sum(not call.silent for call in calls) == overflow)
         refused = [call for call in calls if not call.silent]
         kept = [call for call in calls if call not in refused]
-        assert QUEUE <= len(kept) <= QUEUE + 1  # Triton may hold one more at its door
         for call in refused:
             (response,) = call.rest()
             assert "Exceeds maximum queue size" in response.error
-        with pytest.raises(Overloaded):
-            small.client.generate("One more", max_tokens=1)
+            assert response.at - call.sent_at < REFUSED_WITHIN
+        assert small.occupancy() == (SEATS, QUEUE)
         assert one.next()
         two.cancel()
-        assert [len(tokens(call.rest())) for call in kept] == [1] * len(kept)
+        assert [len(tokens(call.rest())) for call in kept] == [1] * QUEUE
 
 
-def test_a_request_of_high_priority_overtakes_those_that_wait(small: Small) -> None:
+def test_over_http_a_full_queue_is_a_400_that_names_its_code(small: Small) -> None:
+    web = Web(small.server.http_url.removeprefix("http://"))
     with small.holder(), small.holder() as leaving:
-        low = []
-        for _ in range(2):
-            low.append(
-                small.wire.call(infer(text_input="Low", max_tokens=40, ignore_eos=True, parameters={"priority": 3}))
-            )
-            until(lambda: small.waiting() == len(low))
-        high = small.wire.call(infer(text_input="High", max_tokens=1, parameters={"priority": 1}))
-        until(lambda: small.waiting() == 3)
+        queued = [small.next_one(behind=i) for i in range(QUEUE)]
+        for method in ("generate", "generate_stream"):
+            page = web.post(method, text_input="No room", max_tokens=1, stream=False)
+            error = json.loads(page.body.removeprefix("data: "))["error"]
+            assert "Exceeds maximum queue size" in error
+            assert "code=UNAVAILABLE" in error
+            assert page.status == 400  # what Triton 2.51 makes of every error of a model
         leaving.cancel()
-        assert len(tokens(high.rest())) == 1
-        assert low[-1].silent
-        assert [len(tokens(call.rest())) for call in low] == [40, 40]
+        assert [len(tokens(call.rest())) for call in queued] == [1] * QUEUE
+
+
+def test_each_priority_has_a_queue_of_its_own(small: Small) -> None:
+    with small.holder(), small.holder() as leaving:
+        calls = [small.send(parameters={"llm_priority": 1 + i % 3}) for i in range(3 * QUEUE)]
+        until(lambda: small.waiting() == 3 * QUEUE)
+        with pytest.raises(Overloaded):
+            small.client.generate("One more", max_tokens=1)
+        leaving.cancel()
+        assert [len(tokens(call.rest())) for call in calls] == [1] * len(calls)
+
+
+def test_requests_of_high_priority_overtake_those_that_wait(small: Small) -> None:
+    with small.holder(), small.holder() as leaving:
+        calls = {}
+        for waiting, level in enumerate((3, 2, 1)):
+            calls[level] = small.next_one(behind=waiting, max_tokens=20, parameters={"llm_priority": level})
+        leaving.cancel()
+        answers = {level: call.rest() for level, call in calls.items()}
+        assert [len(tokens(answer)) for answer in answers.values()] == [20] * 3
+        assert answers[1][-1].at < answers[2][0].at < answers[2][-1].at < answers[3][0].at
