@@ -33,6 +33,7 @@ from llm_kernels.native import PARTS
 
 from . import accuracy, weights
 from .accuracy import TEXT
+from .gaps import GAP, WAIT_SECONDS, BenchError, Gap, longest_gap, prompt_of
 from .limits import Limits, Work, cpu_name, measure_limits
 from .weights import Progress
 
@@ -40,11 +41,6 @@ DECODE_ROWS = (1, 4, 16, 32)
 DECODE_CONTEXT = 256
 PREFILL_TOKENS = (128, 512, 2048)
 ROUNDS = 2
-WAIT_SECONDS = 3600.0  # a slow model on a slow machine is what one may want to measure
-
-
-class BenchError(RuntimeError):
-    """A measurement could not be finished. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,7 @@ class Measurement:
     tokens_per_second: float
 
 
-Result = Setup | Measurement
+Result = Setup | Measurement | Gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +184,9 @@ def run(engine: Engine, case: Case, ids: Sequence[int], effort: Effort) -> list[
     """One round of a case, with prompts cut from `ids`, repeated. Raises BenchError if a request fails."""
     if case.kind == "decode":
         length = case.tokens - effort.steps // 2  # so that the mean context is what was asked
-        return _answers(engine, [_prompt(ids, row, length) for row in range(case.rows)], effort.steps, first=False)
-    prompts = [_prompt(ids, number, case.tokens) for number in range(effort.prefills)]
+        return _answers(engine, [prompt_of(ids, row, length) for row in range(case.rows)], effort.steps, first=False)
+    prompts = [prompt_of(ids, number, case.tokens) for number in range(effort.prefills)]
     return [sample for prompt in prompts for sample in _answers(engine, [prompt], 1, first=True)]
-
-
-def _prompt(ids: Sequence[int], start: int, length: int) -> list[int]:
-    return [ids[(start + i) % len(ids)] for i in range(length)]
 
 
 def _answers(engine: Engine, prompts: Sequence[list[int]], wanted: int, *, first: bool) -> list[Sample]:
@@ -213,6 +205,18 @@ def _answers(engine: Engine, prompts: Sequence[list[int]], wanted: int, *, first
     return reader.samples
 
 
+def _gap(engine: Engine, ids: Sequence[int], effort: Effort, found: Sequence[Measurement]) -> Gap | None:
+    """The longest gap beside its bound, if the cases that the bound is made of were measured."""
+    rows, tokens = GAP
+    decode = next((m.median_ms for m in found if m.kind == "decode" and m.rows > rows), None)
+    prefill = next((m.median_ms for m in found if m.kind == "prefill" and m.tokens == tokens), None)
+    if decode is None or prefill is None:
+        return None
+    longest = _ms(max(longest_gap(engine, rows, tokens, ids) for _ in range(effort.prefills)))
+    bound = 3 * decode + prefill
+    return Gap(rows, tokens, effort.prefills, longest, round(bound, 4), round(longest / bound, 3))
+
+
 def measure(engine: Engine, work: Work, effort: Effort, progress: Progress) -> list[Result]:
     """Run every case and the limits in ROUNDS identical rounds. Raises BenchError if a request fails."""
     ids = engine.tokenizer(TEXT)["input_ids"]
@@ -229,7 +233,9 @@ def measure(engine: Engine, work: Work, effort: Effort, progress: Progress) -> l
             progress(case.stage, done, total)
             samples[case].append(run(engine, case, ids, effort))
     limits = Limits(max(f.bytes_per_second for f in found), max(f.flops_per_second for f in found))
-    return [_setup(engine, work, limits), *(summarise(case, samples[case], work, limits) for case in wanted)]
+    measured = [summarise(case, samples[case], work, limits) for case in wanted]
+    gap = _gap(engine, ids, effort, measured)
+    return [_setup(engine, work, limits), *measured, *([] if gap is None else [gap])]
 
 
 def summarise(case: Case, rounds: Sequence[Sequence[Sample]], work: Work, limits: Limits) -> Measurement:
