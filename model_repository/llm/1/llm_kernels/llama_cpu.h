@@ -46,7 +46,8 @@ class Barrier {
   alignas(kCacheLine) std::atomic<int> phase_{0};
 };
 
-constexpr int kLinears = 4;  // of a layer
+constexpr int kLinears = 4;     // of a layer
+constexpr int kOwnRows = 32;    // up to so many, every thread norms all rows for itself: cheaper than to meet
 
 struct Layer {
   const bf16* input_norm;
@@ -141,7 +142,7 @@ class Worker {
  public:
   Worker(const Model& model, const Step& step, const Activations& a, const std::vector<Unit>& units,
          std::vector<std::atomic<int>>& counters, std::vector<Panels>& panels, Barrier& barrier,
-         AttentionScratch& scratch, int thread, int threads, Seconds* seconds)
+         AttentionScratch& scratch, bf16* own, int thread, int threads, Seconds* seconds)
       : model_(model),
         step_(step),
         a_(a),
@@ -150,6 +151,7 @@ class Worker {
         panels_(panels),
         barrier_(barrier),
         scratch_(scratch),
+        own_(own),
         thread_(thread),
         threads_(threads),
         seconds_(seconds),
@@ -174,15 +176,22 @@ class Worker {
     for (int row = rows().begin; row < rows().end; ++row)
       std::memcpy(a_.x + static_cast<std::ptrdiff_t>(row) * hidden, model_.embedding + step_.token_ids[row] * hidden,
                   2 * static_cast<std::size_t>(hidden));
-    // The same thread norms the same rows: no need to meet.
+    if (own_) meet(&Seconds::small);  // else the same thread norms the same rows
+  }
+
+  // The rows of x, normed; where all threads see them, they have met.
+  const bf16* normed(const bf16* weight) {
+    const int hidden = model_.hidden();
+    bf16* to = own_ ? own_ : a_.normed;
+    rms_norm(to, a_.x, hidden, hidden, weight, hidden, model_.eps, own_ ? Range{0, step_.rows} : rows());
+    if (!own_) meet(&Seconds::small);
+    return to;
   }
 
   void attention_half(const Layer& layer, std::atomic<int>& counter) {
     const AttentionShape& s = layer.shape;
     const int hidden = model_.hidden();
-    rms_norm(a_.normed, a_.x, hidden, hidden, layer.input_norm, hidden, model_.eps, rows());
-    meet(&Seconds::small);
-    linear(layer.qkv, panels(), thread_, a_.normed, step_.rows, start(layer.o),
+    linear(layer.qkv, panels(), thread_, normed(layer.input_norm), step_.rows, start(layer.o),
            Store{a_.qkv, layer.qkv.columns, layer.qkv_bias});
     meet(&Seconds::linear);
     for (int row = rows().begin; row < rows().end; ++row) place(layer, row);
@@ -195,13 +204,10 @@ class Worker {
   }
 
   void mlp_half(const Layer& layer, const Packed& following) {
-    const int hidden = model_.hidden();
-    rms_norm(a_.normed, a_.x, hidden, hidden, layer.post_norm, hidden, model_.eps, rows());
-    meet(&Seconds::small);
-    linear(layer.gate_up, panels(), thread_, a_.normed, step_.rows, start(layer.down),
+    linear(layer.gate_up, panels(), thread_, normed(layer.post_norm), step_.rows, start(layer.down),
            SiluTimes{a_.inner, layer.down.depth});
     meet(&Seconds::linear);
-    linear(layer.down, panels(), thread_, a_.inner, step_.rows, start(following), AddTo{a_.x, hidden});
+    linear(layer.down, panels(), thread_, a_.inner, step_.rows, start(following), AddTo{a_.x, model_.hidden()});
     meet(&Seconds::linear);
   }
 
@@ -256,6 +262,7 @@ class Worker {
   int linear_ = 0;
   Barrier& barrier_;
   AttentionScratch& scratch_;
+  bf16* const own_;  // [rows, hidden] of this thread, or null
   const int thread_, threads_;
   Seconds* const seconds_;  // or null
   Clock::time_point mark_;
@@ -271,12 +278,15 @@ inline void forward(const Model& model, const Step& step, const Activations& a, 
   for (std::size_t i = 0; i < kLinears * model.layers.size() + 1; ++i) panels.emplace_back(threads);
   std::vector<AttentionScratch> scratch;
   for (int i = 0; i < threads; ++i) scratch.emplace_back(shape);
+  std::vector<Aligned<bf16>> own;
+  for (int i = 0; i < threads && step.rows <= kOwnRows; ++i) own.emplace_back(step.rows * model.hidden());
   Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
     // OpenMP may give fewer threads than asked for; the barrier must know.
     const int thread = omp_get_thread_num();
-    Worker(model, step, a, units, counters, panels, barrier, scratch[thread], thread, omp_get_num_threads(), seconds)
+    Worker(model, step, a, units, counters, panels, barrier, scratch[thread], own.empty() ? nullptr : own[thread].get(),
+           thread, omp_get_num_threads(), seconds)
         .run(logits);
   }
 }
