@@ -10,25 +10,30 @@ import itertools
 
 from tritonclient.grpc import service_pb2 as pb
 
-from .errors import IncompleteStream, InternalError, TokenstreamError
+from .errors import IncompleteStream, InternalError, ResumeMismatch, TokenstreamError
 from .protocol import parse
 from .results import Chunk, Completion, Stats, Timings, TokenLogprob, Usage
 
 
 class Answer:
-    """What has arrived of one answer. `sent_at` and arrival times are seconds of one monotonic clock."""
+    """What has arrived of one answer, from one server or several in turn.
 
-    def __init__(self, request_id: str, seed: int, sent_at: float) -> None:
+    `sent_at` and arrival times are seconds of one monotonic clock. With `any_fingerprint` a server may go on with the
+    answer whose own would differ.
+    """
+
+    def __init__(self, request_id: str, seed: int, *, any_fingerprint: bool = False) -> None:
         self.request_id = request_id
         self.seed = seed
-        self.sent_at = sent_at
+        self.sent_at = 0.0
         self.fingerprint = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         self.timings: Timings | None = None
         self.final = False
-        self.begun = False
+        self.resumes = 0
+        self._any_fingerprint = any_fingerprint
         self._texts: list[str] = []
         self._arrivals: list[float] = []
         self._first_tokens = 0
@@ -38,11 +43,10 @@ class Answer:
     def feed(self, response: pb.ModelStreamInferResponse, at: float) -> Chunk | None:
         """Take in one response; None for a final mark without data.
 
-        Raises the ServerError it carries, InternalError if tokens are missing or repeated, IncompleteStream if it is
-        final and no reason was given.
+        Raises the ServerError it carries, InternalError if tokens are missing or repeated, ResumeMismatch if it goes on
+        with an answer of another fingerprint, IncompleteStream if it is final and no reason was given.
         """
         reply = parse(response)
-        self.begun = True
         chunk = None
         if reply.data:
             expected = len(self.token_ids)
@@ -51,10 +55,11 @@ class Answer:
                 raise InternalError("the server sent more after the answer had ended")
             if index != expected:
                 raise InternalError(f"the server sent token {index} where token {expected} was due")
+            self._compare(reply.fingerprint)
             chunk = Chunk(reply.text, reply.token_ids, index, reply.logprobs, reply.finish_reason)
             self._append(chunk, at)
             self.seed = self.seed if reply.seed is None else reply.seed
-            self.fingerprint = reply.fingerprint or self.fingerprint
+            self.fingerprint = self.fingerprint or reply.fingerprint or ""
             self.timings = reply.timings or self.timings
             self._input_tokens = reply.num_input_tokens or self._input_tokens
             count = reply.num_output_tokens
@@ -65,9 +70,9 @@ class Answer:
 
     def end(self) -> None:
         """Nothing follows. Raises IncompleteStream if the answer has no finish reason."""
-        self.final = True
         if self.finish_reason is None:
             raise IncompleteStream("the stream ended before the answer did, without a reason")
+        self.final = True
 
     def complete(self, error: TokenstreamError) -> TokenstreamError:
         """Put what has arrived into `error`."""
@@ -111,7 +116,13 @@ class Answer:
             fingerprint=self.fingerprint,
             logprobs=tuple(self.logprobs),
             stats=self.stats,
+            resumes=self.resumes,
         )
+
+    def _compare(self, fingerprint: str | None) -> None:
+        if self._any_fingerprint or not (self.fingerprint and fingerprint) or fingerprint == self.fingerprint:
+            return
+        raise ResumeMismatch(f"begun with fingerprint {self.fingerprint}, this server's is {fingerprint}")
 
     def _append(self, chunk: Chunk, at: float) -> None:
         self._texts.append(chunk.text)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
+    from .inventory import Served
+
 _STAGES = (
     ("layout", "Preparing the server"),
     ("convert", "Converting the weights (once)"),
@@ -29,6 +31,7 @@ _STAGES = (
     ("load", "Loading the model"),
 )
 _TABLE_WIDTH = 100
+_WIDEST = 400  # of a table whose rows are not to be cut: a terminal breaks them
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -82,6 +85,35 @@ Try, in another terminal:
   curl -N {http_url}/v2/models/llm/generate_stream -d '{body}'"""
 
 
+def served_json(served: Served) -> str:
+    """A model as one line of JSON."""
+    status = served.status
+    told = {"name": status.name, "version": status.version, "ready": status.ready}
+    more = {"state": status.state, "reason": status.reason, "info": served.info}
+    return json.dumps(told | more, ensure_ascii=False)
+
+
+def models_table(served: Sequence[Served]) -> str:
+    """The models as text: a row for each, and a line for each that is not ready and says why."""
+    if not served:
+        return "the server's repository holds no model\n"
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=_WIDEST)
+    table = _table("model", "version", "ready", "loads", "dtype", "exact", "context", "running", "waiting")
+    names = ("model", "dtype", "exact", "max_context", "running", "waiting")
+    for one in served:
+        status, info = one.status, one.info or {}
+        cells = (status.name, status.version or "-", "yes" if status.ready else status.state.lower() or "no")
+        table.add_row(*(printable(str(cell)) for cell in (*cells, *(info.get(name, "-") for name in names))))
+    with console.capture() as capture:
+        console.print(table)
+        for one in served:
+            if one.status.reason and not one.status.ready:
+                _print(console, f"{one.status.name}: {' '.join(one.status.reason.split())}")
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines() if line.strip())
+
+
 def bench_report(results: Sequence[Mapping[str, Any]]) -> str:
     """The engine's measurements as text: what was measured on what, then a table of times and one of checks."""
     from rich.console import Console
@@ -95,6 +127,8 @@ def bench_report(results: Sequence[Mapping[str, Any]]) -> str:
             console.print(_times_table(times))
             if split := [time for time in times if time["parts_ms"]]:
                 console.print(_parts_table(split))
+        for gap in (result for result in results if result["kind"] == "gap"):
+            _print(console, _gap_text(gap))
         if checks := [result for result in results if result["kind"] == "check"]:
             console.print(_checks_table(check for check in checks if not check["skipped"]))
         for check in checks:
@@ -142,6 +176,13 @@ def _parts_table(times: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def _gap_text(gap: Mapping[str, Any]) -> str:
+    return f"""\
+longest gap in {gap["rows"]} streams while a prompt of {gap["tokens"]} tokens enters: {_short(gap["longest_ms"])} ms, \
+worst of {gap["samples"]};
+three decode steps and the prefill take {_short(gap["bound_ms"])} ms, ratio {gap["ratio"]:.2f}"""
+
+
 def _case(time: Mapping[str, Any]) -> str:
     return f"decode {time['rows']:2} x {time['tokens']}" if time["kind"] == "decode" else f"prefill {time['tokens']}"
 
@@ -174,14 +215,15 @@ def _table(first: str, *others: str) -> Table:
 class StageProgress:
     """Draws the stages of a long command on standard error: a bar where the total is known, and the time.
 
-    Where standard error is no terminal, each stage is one line.
+    Where standard error is no terminal, each stage is one line, or nothing without `lines`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lines: bool = True) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._console = Console(stderr=True)
+        self._lines = lines
         seconds = TextColumn("{task.fields[seconds]:.0f} s")
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), seconds)
         self._progress: Progress = Progress(*columns, console=self._console, transient=True)
@@ -215,7 +257,7 @@ class StageProgress:
         if stage != self._stage:
             self._stage = stage
             words = next((words for name, words in _STAGES if name == stage), stage)
-            if not self._console.is_terminal:
+            if self._lines and not self._console.is_terminal:
                 self._console.print(words, markup=False)
             if self._task is not None:
                 self._progress.remove_task(self._task)

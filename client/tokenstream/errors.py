@@ -7,12 +7,13 @@
     │   ├── FirstTokenTimeout
     │   ├── IdleTimeout
     │   └── TotalTimeout
-    ├── IncompleteStream                             cut without a terminal event
+    ├── IncompleteStream                             cut without a terminal event, and nobody could go on with it
     ├── ServerError                                  the server said no, or ended the answer
     │   ├── InvalidRequest
     │   │   └── ResumeMismatch                       this server's answer would differ from the one begun
     │   ├── ModelNotFound
-    │   ├── Overloaded                               refused at once, or too long in the queue
+    │   ├── Unauthorized                             no credentials, wrong ones, or not enough
+    │   ├── Overloaded                               refused at once, or too long in the queue: see `retry_after`
     │   ├── NotReady
     │   ├── Draining                                 going away: ask another server
     │   ├── Cancelled
@@ -28,6 +29,7 @@ It does not know who raises: gRPC's exceptions are handed in as a status name an
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -72,11 +74,15 @@ class IncompleteStream(TokenstreamError):
 
 
 class ServerError(TokenstreamError):
-    """The server refused the request or ended the answer. `code` is its status name, "" if it gave none."""
+    """The server refused the request or ended the answer. `code` is its status name, "" if it gave none.
 
-    def __init__(self, message: str, *, request_id: str = "", code: str = "") -> None:
+    `retry_after`: seconds it asks to be left alone, None if it says nothing of that.
+    """
+
+    def __init__(self, message: str, *, request_id: str = "", code: str = "", retry_after: float | None = None) -> None:
         super().__init__(message, request_id=request_id)
         self.code = code
+        self.retry_after = retry_after
 
 
 class InvalidRequest(ServerError):
@@ -89,6 +95,10 @@ class ResumeMismatch(InvalidRequest):
 
 class ModelNotFound(ServerError):
     """The server has no model of this name."""
+
+
+class Unauthorized(ServerError):
+    """The server or a proxy before it does not let this caller in."""
 
 
 class Overloaded(ServerError):
@@ -133,20 +143,24 @@ _CODES: tuple[tuple[str, type[ServerError]], ...] = (
     ("NOT_FOUND", ModelNotFound),
     ("UNAVAILABLE", Overloaded),
     ("RESOURCE_EXHAUSTED", Overloaded),
+    ("UNAUTHENTICATED", Unauthorized),
+    ("PERMISSION_DENIED", Unauthorized),
     ("CANCELLED", Cancelled),
     ("INTERNAL", InternalError),
 )
-_TAIL = re.compile(r"(?P<text>.*?)\s*\[(?P<fields>(?:request|tokens|code)=[^\[\]]*)\]\s*", re.DOTALL)
+_NO_CONNECTION = ("failed to connect", "resolving", "resolution")
+_TAIL = re.compile(r"(?P<text>.*?)\s*\[(?P<fields>(?:request|tokens|code|retry_after)=[^\[\]]*)\]\s*", re.DOTALL)
 _TRITON_ID = re.compile(r"\[request id: (?P<id>[^\]]*)\]\s*")
 
 
 def from_server(message: str) -> ServerError:
     """The exception for an error message that came on a stream, without its machine-readable parts.
 
-    Our model ends its messages with `[request=ID tokens=N code=CODE]`, any part of which may be missing;
-    Triton begins its own with `[request id: ID]` and says the kind in words alone.
+    Our model ends its messages with `[request=ID tokens=N code=CODE retry_after=SECONDS]`, any part of which may be
+    missing; Triton begins its own with `[request id: ID]` and says the kind in words alone.
     """
     text, request_id, code = message.strip(), "", ""
+    retry_after = None
     if begin := _TRITON_ID.match(text):
         text, request_id = text[begin.end() :], begin["id"]
     if tail := _TAIL.fullmatch(text):
@@ -155,7 +169,18 @@ def from_server(message: str) -> ServerError:
             key, _, value = part.partition("=")
             request_id = value if key == "request" else request_id
             code = value if key == "code" else code
-    return _kind(text, code)(text or "the server gave no reason", request_id=request_id, code=code)
+            retry_after = seconds(value) if key == "retry_after" else retry_after
+    kind = _kind(text, code)
+    return kind(text or "the server gave no reason", request_id=request_id, code=code, retry_after=retry_after)
+
+
+def seconds(text: str) -> float | None:
+    """A waiting time as a server or proxy writes it; None if it is no number from 0 up."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value < math.inf else None
 
 
 def _kind(text: str, code: str) -> type[ServerError]:
@@ -171,25 +196,25 @@ def _kind(text: str, code: str) -> type[ServerError]:
     return next((kind for phrase, kind in _TRITON_PHRASES if phrase in words), ServerError)
 
 
-def from_status(status: str, details: str, url: str) -> TokenstreamError:
+def from_status(status: str, details: str, url: str, retry_after: float | None = None) -> TokenstreamError:
     """The exception for a gRPC status (its name and its text) that ended a stream to `url`."""
     words = details.lower()
     if "shutting down" in words:
-        return Draining(f"the server at {url} is shutting down", code=status)
+        return Draining(f"the server at {url} is shutting down", code=status, retry_after=retry_after)
     if status == "UNAVAILABLE" and "timed out" in words:
         return ConnectTimeout(f"{url} did not answer: {reason_of(details)}")
-    if status == "UNAVAILABLE" and any(sign in words for sign in ("failed to connect", "resolving", "resolution")):
+    if status == "UNAVAILABLE" and any(sign in words for sign in _NO_CONNECTION):
         return ConnectionFailed(f"cannot connect to {url}: {reason_of(details)}")
     if status == "DEADLINE_EXCEEDED":
         return TotalTimeout(f"the answer from {url} took longer than its total time")
-    if status in ("UNAVAILABLE", "UNKNOWN", "INTERNAL") and "deserializing" not in words:
+    if "deserializing" in words:
+        return InternalError(f"{url} sent a message that is not Triton's")
+    if retry_after is None and status in ("UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED"):
         return IncompleteStream(f"the stream from {url} was cut: {reason_of(details)}")
     if status == "UNIMPLEMENTED":
         return ServerError(f"no Triton server at {url}: {reason_of(details)}", code=status)
     kind = next((kind for name, kind in _CODES if name == status), ServerError)
-    if "deserializing" in words:
-        return InternalError(f"{url} sent a message that is not Triton's", code=status)
-    return kind(f"{url} answered {status}: {reason_of(details)}", code=status)
+    return kind(f"{url} answered {status}: {reason_of(details)}", code=status, retry_after=retry_after)
 
 
 def reason_of(details: str) -> str:

@@ -1,4 +1,4 @@
-"""The sampling parameters a caller may give, by vLLM's names, and their way onto the wire.
+"""What a caller may say of a request: sampling parameters by vLLM's names, their way onto the wire, and options.
 
 Names are checked here and values on the server, which knows the model's limits.
 It does not know how a token is drawn.
@@ -10,9 +10,10 @@ import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from .errors import InvalidRequest
+from .timeouts import Timeout
 
 DEFAULT_URL = "127.0.0.1:8001"  # where Triton's gRPC endpoint is if nothing else is said
 
@@ -40,7 +41,30 @@ class Sampling(TypedDict, total=False):
     bad_words: Sequence[str] | None
 
 
+class Options(Sampling, total=False):
+    """Every keyword of `stream`, `generate` and `chat`: sampling, and how this one request travels.
+
+    `request_id`: what the server logs it under; drawn if it is not given. `priority`: 1 (highest) to 3.
+    `cache_salt`: only requests of the same salt share cached prefixes. `timeout`, `retries`, `resume`, `max_resumes`:
+    in place of the client's own. `headers`: sent as gRPC metadata, over the client's. `traceparent`, `tracestate`: W3C
+    trace context.
+    """
+
+    request_id: str | None
+    priority: int | None
+    cache_salt: str | None
+    timeout: Timeout | None
+    headers: Mapping[str, str] | None
+    traceparent: str | None
+    tracestate: str | None
+    retries: int | None
+    resume: Resume | None
+    max_resumes: int | None
+
+
+Resume = bool | Literal["best_effort"]
 SAMPLING_NAMES = frozenset(Sampling.__annotations__)
+_OPTION_NAMES = frozenset(Options.__annotations__) - SAMPLING_NAMES
 
 
 def draw_seed() -> int:
@@ -48,15 +72,15 @@ def draw_seed() -> int:
     return secrets.randbits(63)
 
 
-def sampling_json(sampling: Sampling, seed: int) -> str:
-    """The wire's JSON object, with `seed` in it whatever the caller gave.
+def sampling_json(options: Options, seed: int) -> str:
+    """The wire's JSON object of the sampling among `options`, with `seed` in it whatever the caller gave.
 
     A seed is always sent: an answer whose seed only the server knows could not be resumed on another one.
     Raises TypeError naming an unknown keyword or a value that JSON cannot hold, InvalidRequest for NaN and infinity.
     """
-    if unknown := sorted(set(sampling) - SAMPLING_NAMES):
+    if unknown := sorted(set(options) - SAMPLING_NAMES - _OPTION_NAMES):
         raise TypeError(f"{unknown[0]!r} is no sampling parameter; known ones are {', '.join(sorted(SAMPLING_NAMES))}")
-    given = {name: value for name, value in sampling.items() if value is not None}
+    given = {name: value for name, value in options.items() if name in SAMPLING_NAMES and value is not None}
     for name, value in given.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequest(f"{name} must be a finite number, got {value}")

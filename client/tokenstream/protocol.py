@@ -10,13 +10,12 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
 from .errors import InternalError, InvalidRequest, from_server
-from .results import ServerInfo, Timings, TokenLogprob
+from .results import ModelStatus, ServerInfo, Timings, TokenLogprob
 
 Message = Mapping[str, Any]  # a chat message as the model's template wants it: role, content, ...
 
@@ -56,33 +55,58 @@ class Reply:
     timings: Timings | None = None
 
 
-def generate_request(
-    model: str,
-    prompt: Prompt,
-    sampling_parameters: str,
-    *,
-    request_id: str,
-    priority: int | None = None,
-    timeout: float | None = None,
-) -> pb.ModelInferRequest:
-    """A request for one answer. `priority` 1 is the highest; `timeout` in seconds is what is left for it.
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, the same for every attempt to have it answered.
 
-    `sampling_parameters` is the JSON object of `params.sampling_json`. Raises InvalidRequest for text that is no
-    Unicode and for token ids outside INT32.
+    `sampling` is the JSON object of `params.sampling_json`, with the seed. `template_time`: what chat templates that
+    print the date print, ISO 8601; they must print the same when the answer is made again elsewhere.
     """
-    request = _request(model, request_id)
+
+    model: str
+    prompt: Prompt
+    sampling: str
+    request_id: str
+    priority: int | None = None
+    cache_salt: str | None = None
+    template_time: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What there is of an answer that is to go on. Without a fingerprint any server may go on with it."""
+
+    token_ids: Sequence[int]
+    fingerprint: str | None = None
+
+
+def generate_request(
+    question: Question, *, timeout: float | None = None, begun: Begun | None = None
+) -> pb.ModelInferRequest:
+    """A request for one answer, or for the rest of one. `timeout` in seconds is what is left for it.
+
+    The server takes `timeout` for the longest wait in its queue. Raises InvalidRequest for text that is no Unicode
+    and for token ids outside INT32.
+    """
+    request, prompt = _request(question.model, question.request_id), question.prompt
     if prompt.text is not None:
         _add_string(request, "text_input", prompt.text)
     if prompt.messages is not None:
         _add_string(request, "messages", json.dumps(prompt.messages, ensure_ascii=False))
-        # Templates that print the date must print the same one when the answer is made again elsewhere.
-        _add_string(request, "template_time", datetime.now().astimezone().isoformat(timespec="seconds"))
+        if question.template_time:
+            _add_string(request, "template_time", question.template_time)
     if prompt.input_ids is not None:
         _add_ids(request, "input_ids", prompt.input_ids)
-    _add_string(request, "sampling_parameters", sampling_parameters)
-    if priority is not None:
-        request.parameters["priority"].uint64_param = priority  # Triton keeps it to itself, for its queue
-        request.parameters["llm_priority"].int64_param = priority  # the engine's copy
+    _add_string(request, "sampling_parameters", question.sampling)
+    if begun is not None:
+        _add_ids(request, "resume_token_ids", begun.token_ids)
+        if begun.fingerprint is not None:
+            _add_string(request, "resume_fingerprint", begun.fingerprint)
+    if question.priority is not None:
+        request.parameters["priority"].uint64_param = question.priority  # Triton keeps it to itself, for its queue
+        request.parameters["llm_priority"].int64_param = question.priority  # the engine's copy
+    if question.cache_salt is not None:
+        request.parameters["cache_salt"].string_param = question.cache_salt
     if timeout is not None:
         request.parameters["timeout"].int64_param = max(1, int(timeout * 1e6))
     return request
@@ -125,6 +149,11 @@ def server_info(text: str) -> ServerInfo:
     except (ValueError, AttributeError) as error:
         raise InternalError(f"the server's info is not a JSON object: {text[:80]!r}") from error
     return ServerInfo(model, dtype, exact, details)
+
+
+def model_states(index: pb.RepositoryIndexResponse) -> tuple[ModelStatus, ...]:
+    """What a server's repository holds, in its order."""
+    return tuple(ModelStatus(model.name, model.version, model.state, model.reason) for model in index.models)
 
 
 def _request(model: str, request_id: str) -> pb.ModelInferRequest:

@@ -44,7 +44,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds each stage took on the server, and what the engine did. `exact`: `bitwise` or `sampled`."""
+    """Seconds each stage took on the server, and what the engine did. `exact`: `bitwise` or `sampled`.
+
+    Of an answer that was resumed they tell of the server that ended it, from where that server took it up.
+    """
 
     queue: float = 0.0
     prefill: float = 0.0
@@ -70,7 +73,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer. `resumes`: how often it was cut and taken up again."""
 
     request_id: str
     text: str
@@ -82,6 +85,7 @@ class Completion:
     fingerprint: str
     logprobs: tuple[TokenLogprob, ...]
     stats: Stats
+    resumes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +96,18 @@ class ServerInfo:
     dtype: str
     exact: str
     details: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One version of a model in the server's repository. `state` and `reason` are Triton's own words."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be asked."""
+        return self.state == "READY"

@@ -14,8 +14,9 @@ class Timeout:
     """Seconds, each above 0; None switches a clock off.
 
     `connect`: until a new connection answers. `first_token`: from sending to the first response (queue and prefill).
-    `idle`: each further wait for a response; it runs only while the caller waits. `total`: the whole answer, connecting
-    included; it is also told to the server, which then does not begin what is out of time.
+    `idle`: each further wait for a response; it runs only while the caller waits. These begin anew with each attempt,
+    where a request is asked again or a cut answer is taken up. `total`: the whole answer, connecting, pauses and all
+    attempts included; what is left of it is also told to the server, as the longest wait for a seat there.
     """
 
     connect: float | None = 5.0

@@ -23,29 +23,32 @@ class ScriptedCall:
 
     def __init__(self, context: grpc.ServicerContext) -> None:
         self.context = context
+        self.metadata = dict(context.invocation_metadata())
         self.over = threading.Event()
-        self.half_closed = threading.Event()
+        self.finished = threading.Event()  # set when the script has ended and the client was still there
         context.add_callback(self.over.set)
 
     @property
     def cancelled(self) -> bool:
-        """Whether the client left before it half-closed."""
-        return self.over.is_set() and not self.half_closed.is_set()
+        """Whether the client left before the script had ended."""
+        return self.over.is_set() and not self.finished.is_set()
 
 
 Script = Callable[[pb.ModelInferRequest, ScriptedCall], Iterator[pb.ModelStreamInferResponse | bytes]]
+Cut = Script
 
 
 class ScriptedTriton:
-    """Listens on a free loopback port; plays `script` for every request; keeps the requests and calls."""
+    """Listens on a loopback port, a free one by default; plays `script` for every request; keeps requests and calls."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(
+        self, script: Script, *, credentials: grpc.ServerCredentials | None = None, port: int = 0, workers: int = 8
+    ) -> None:
         self.script = script
         self.requests: list[pb.ModelInferRequest] = []
         self.calls: list[ScriptedCall] = []
         self.ready = True
-        self.awaits_half_close = True  # as Triton does; False ends the RPC with the script
-        self._server = grpc.server(futures.ThreadPoolExecutor(8))
+        self._server = grpc.server(futures.ThreadPoolExecutor(workers))
         methods = {
             "ServerLive": grpc.unary_unary_rpc_method_handler(
                 lambda request, context: pb.ServerLiveResponse(live=True),
@@ -57,6 +60,13 @@ class ScriptedTriton:
                 pb.ModelReadyRequest.FromString,
                 pb.ModelReadyResponse.SerializeToString,
             ),
+            "RepositoryIndex": grpc.unary_unary_rpc_method_handler(
+                lambda request, context: pb.RepositoryIndexResponse(
+                    models=[pb.RepositoryIndexResponse.ModelIndex(name="llm", version="1", state="READY")]
+                ),
+                pb.RepositoryIndexRequest.FromString,
+                pb.RepositoryIndexResponse.SerializeToString,
+            ),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
                 self._stream,
                 pb.ModelInferRequest.FromString,
@@ -65,7 +75,11 @@ class ScriptedTriton:
         }
         service = "inference.GRPCInferenceService"
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        if credentials is None:
+            port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        else:
+            port = self._server.add_secure_port(f"127.0.0.1:{port}", credentials)
+        self.url = f"127.0.0.1:{port}"
         self._server.start()
 
     def close(self) -> None:
@@ -79,10 +93,10 @@ class ScriptedTriton:
         self.requests.append(request)
         self.calls.append(call)
         yield from self.script(request, call)
-        if self.awaits_half_close:
-            for _ in requests:
-                pass
-            call.half_closed.set()
+        for _ in requests:  # as Triton does, which ends an RPC only when its client wants no more
+            pass
+        if not call.over.is_set():
+            call.finished.set()
 
 
 def token(
@@ -144,6 +158,32 @@ def inputs(request: pb.ModelInferRequest) -> dict[str, object]:
             text = raw[4:].decode()
             values[tensor.name] = json.loads(text) if tensor.name in ("sampling_parameters", "messages") else text
     return values
+
+
+def resumable(*words: str, fingerprint: str = "print", cut: Cut | None = None, at: int = -1) -> Script:
+    """A script that sends `words`, one token each, from where a request's answer stands, and refuses another print.
+
+    A fresh answer is cut by `cut` when its token `at` is due; one that goes on is not.
+    """
+
+    def script(request: pb.ModelInferRequest, call: ScriptedCall) -> Iterator[pb.ModelStreamInferResponse | bytes]:
+        asked = inputs(request)
+        begun = asked.get("resume_token_ids", [])
+        assert isinstance(begun, list)
+        assert begun == [100 + index for index in range(len(begun))]
+        if asked.get("resume_fingerprint", fingerprint) != fingerprint:
+            yield failure(f"resume_mismatch: mine is {fingerprint} [request={request.id} tokens=0 code=INVALID_ARG]")
+            return
+        for index in range(len(begun), len(words)):
+            if index == at and cut is not None and not begun:
+                yield from cut(request, call)
+                return
+            last = index == len(words) - 1
+            first = {"fingerprint": fingerprint, "num_input_tokens": 7} if index == len(begun) else {}
+            reason = "stop" if last else ""
+            yield token(index, words[index], 100 + index, final=last, finish_reason=reason, **first)
+
+    return script
 
 
 def answer(*words: str) -> Script:

@@ -42,7 +42,7 @@ def run(*arguments: str, stdin: str | None = None):
 @contextmanager
 def start(*arguments: str, **options: object) -> Iterator[subprocess.Popen[bytes]]:
     """A command of its own, gone behind the block however the test ends."""
-    with subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, **options) as child:
+    with subprocess.Popen([*COMMAND, *arguments], **{"env": ENVIRONMENT, **options}) as child:
         try:
             yield child
         finally:
@@ -83,6 +83,9 @@ class Terminal:
 
     def type(self, line: bytes) -> None:
         os.write(self._user, line + b"\n")
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._user, keys)
 
     def close(self) -> None:
         os.close(self._user)
@@ -256,12 +259,13 @@ def test_a_reader_that_leaves_ends_the_command_quietly_and_cancels(triton):
     assert triton.calls[0].over.wait(WAIT)
 
 
-def test_on_a_terminal_ctrl_c_stops_the_answer_and_not_the_chat(triton):
+def test_on_a_terminal_ctrl_c_stops_the_answer_and_not_the_chat(triton, tmp_path):
     seen = threading.Event()
     triton.script = one_then_hold(seen)
     terminal = Terminal()
-    side = terminal.side
-    with start("chat", "--url", triton.url, stdin=side, stdout=side, stderr=side, start_new_session=True) as child:
+    env = {**ENVIRONMENT, "XDG_STATE_HOME": str(tmp_path)}
+    options = {"env": env, "start_new_session": True, **dict.fromkeys(("stdin", "stdout", "stderr"), terminal.side)}
+    with start("chat", "--url", triton.url, **options) as child:
         assert terminal.shows(b"> ")
         terminal.type(b"first")
         assert terminal.shows(b"one")
@@ -288,7 +292,7 @@ finally:
 """
     shown = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT)
     assert shown.stdout.splitlines()[-1] == "False False"
-    for command in ("serve", "generate", "chat", "probe", "drain", "new-model", "demo"):
+    for command in ("serve", "generate", "chat", "probe", "drain", "models", "top", "new-model", "demo", "bench"):
         assert command in shown.stdout
 
 

@@ -79,9 +79,10 @@ def test_tritons_own_words_are_understood(message, kind):
         ("DEADLINE_EXCEEDED", "Deadline Exceeded", errors.TotalTimeout),
         ("INTERNAL", "Received RST_STREAM with error code 2", errors.IncompleteStream),
         ("INTERNAL", "Exception deserializing response!", errors.InternalError),
-        ("CANCELLED", "Channel closed!", errors.Cancelled),
+        ("CANCELLED", "RST_STREAM closed stream. HTTP/2 error code: CANCEL", errors.IncompleteStream),
         ("UNIMPLEMENTED", "Method not found!", errors.ServerError),
-        ("PERMISSION_DENIED", "no", errors.ServerError),
+        ("PERMISSION_DENIED", "no", errors.Unauthorized),
+        ("UNAUTHENTICATED", "who are you", errors.Unauthorized),
         ("RESOURCE_EXHAUSTED", "too many", errors.Overloaded),
     ],
 )
@@ -90,6 +91,20 @@ def test_a_grpc_status_becomes_one_of_ours(status, details, kind):
     assert type(error) is kind
     assert "host:1" in str(error)
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("said", "understood"), [("0.25", 0.25), ("3", 3.0), ("-1", None), ("inf", None), ("nan", None), ("soon", None)]
+)
+def test_a_server_may_say_how_long_to_leave_it_alone(said, understood):
+    error = from_server(f"the queue is full [request=r tokens=0 code=UNAVAILABLE retry_after={said}]")
+    assert type(error) is errors.Overloaded
+    assert (str(error), error.retry_after) == ("the queue is full", understood)
+
+
+def test_who_says_when_to_come_again_is_overloaded_and_not_cut_off():
+    error = from_status("UNAVAILABLE", "limit reached", "host:1", 2.0)
+    assert (type(error), error.retry_after) == (errors.Overloaded, 2.0)
 
 
 def test_the_most_telling_part_of_a_nested_text_is_shown():

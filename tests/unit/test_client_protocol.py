@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import struct
-from datetime import datetime
 
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tokenstream.errors import InternalError, InvalidRequest, Overloaded
 from tokenstream.params import SAMPLING_NAMES, draw_seed, sampling_json
-from tokenstream.protocol import Prompt, generate_request, operation_request, parse, server_info
+from tokenstream.protocol import Begun, Prompt, Question, generate_request, operation_request, parse, server_info
 from tokenstream.results import Timings, TokenLogprob
 from tokenstream.timeouts import Timeout
 from unit.scripted_triton import add, add_string, failure, final_mark, inputs, token
 
 
 def request(prompt: Prompt, **options: object) -> pb.ModelInferRequest:
-    return generate_request("llm", prompt, "{}", request_id="r1", **options)
+    sent = {name: options.pop(name) for name in ("timeout", "begun") if name in options}
+    return generate_request(Question("llm", prompt, "{}", "r1", **options), **sent)
 
 
 def test_every_tensor_of_a_request_is_one_row():
@@ -45,9 +45,17 @@ def test_a_prompt_arrives_as_it_was_given_and_nothing_unasked_is_sent(prompt, ex
 
 
 def test_messages_travel_with_the_time_their_template_may_print():
-    sent = inputs(request(Prompt(messages=[{"role": "user", "content": "ä"}])))
+    sent = inputs(request(Prompt(messages=[{"role": "user", "content": "ä"}]), template_time="2026-11-30T08:00:00"))
     assert sent["messages"] == [{"role": "user", "content": "ä"}]
-    assert datetime.fromisoformat(sent["template_time"]).tzinfo is not None
+    assert sent["template_time"] == "2026-11-30T08:00:00"
+    assert "template_time" not in inputs(request(Prompt(text="x"), template_time="2026-11-30T08:00:00"))
+
+
+def test_the_rest_of_an_answer_is_asked_for_by_its_tokens():
+    exact = inputs(request(Prompt(text="x"), begun=Begun([5, 6], "print")))
+    assert (exact["resume_token_ids"], exact["resume_fingerprint"]) == ([5, 6], "print")
+    assert "resume_fingerprint" not in inputs(request(Prompt(text="x"), begun=Begun([5])))
+    assert not {name for name in inputs(request(Prompt(text="x"))) if name.startswith("resume")}
 
 
 @pytest.mark.parametrize("given", [{}, {"text": "a", "input_ids": [1]}, {"text": "", "messages": []}])
@@ -63,7 +71,8 @@ def test_the_final_mark_is_always_asked_for():
 
 def test_priority_and_timeout_are_sent_only_when_given():
     assert set(request(Prompt(text="x")).parameters) == {"triton_enable_empty_final_response"}
-    made = request(Prompt(text="x"), priority=1, timeout=2.5)
+    made = request(Prompt(text="x"), priority=1, timeout=2.5, cache_salt="tenant")
+    assert made.parameters["cache_salt"].string_param == "tenant"
     assert made.parameters["priority"].uint64_param == 1
     assert made.parameters["llm_priority"].int64_param == 1
     assert made.parameters["timeout"].int64_param == 2_500_000

@@ -28,21 +28,24 @@ def test_chunks_come_in_order_and_add_up(serve):
     assert inputs(server.requests[0])["sampling_parameters"] == {"max_tokens": 3, "seed": stream.seed}
 
 
-def test_the_server_sees_a_half_close_and_no_cancel_after_the_last_chunk(serve):
+def test_the_server_sees_no_cancel_after_the_last_chunk(serve):
     server, client = serve(answer("a", "b"))
     stream = client.stream("x")
     stream.final()
-    assert server.calls[0].half_closed.wait(WAIT)
+    assert server.calls[0].over.wait(WAIT)
+    assert not server.calls[0].cancelled
     stream.cancel()
     assert stream.finish_reason == "stop"
     assert stream.final().text == "ab"
 
 
-def test_the_answer_is_over_with_its_last_chunk_not_one_read_later(serve):
-    server, client = serve(answer("a"))
+def test_the_answer_is_over_on_the_server_when_it_is_sent_and_not_when_it_is_read(serve):
+    server, client = serve(answer("a", "b"))
     stream = client.stream("x")
-    next(stream)
-    assert server.calls[0].half_closed.wait(WAIT)
+    assert next(stream).text == "a"
+    assert server.calls[0].over.wait(WAIT)
+    assert [chunk.text for chunk in stream] == ["b"]
+    assert not server.calls[0].cancelled
 
 
 def test_a_final_mark_without_data_ends_the_answer_and_is_no_chunk(serve):
@@ -61,8 +64,7 @@ def test_a_server_that_ends_after_its_reason_without_a_mark_is_believed(serve):
     def script(request, call):
         yield token(0, "a", 1, finish_reason="stop")
 
-    server, client = serve(script)
-    server.awaits_half_close = False
+    _, client = serve(script)
     assert client.generate("x").text == "a"
 
 
@@ -153,8 +155,7 @@ def test_a_stream_cut_without_a_reason_is_incomplete_and_keeps_its_text(serve, e
         if end == "mark":
             yield final_mark()
 
-    server, client = serve(script)
-    server.awaits_half_close = False
+    _, client = serve(script)
     with pytest.raises(IncompleteStream) as caught:
         list(client.stream("x", request_id="cut"))
     assert (caught.value.text, caught.value.token_ids, caught.value.request_id) == ("one two", (1, 2), "cut")

@@ -84,7 +84,7 @@ def test_the_total_clock_ends_an_answer_that_never_pauses(serve):
     with pytest.raises(TotalTimeout) as caught:
         client.generate("x")
     assert caught.value.text.startswith("a")
-    assert server.requests[0].parameters["timeout"].int64_param == 200_000
+    assert 100_000 < server.requests[0].parameters["timeout"].int64_param <= 200_000  # what connecting has left
 
 
 def test_a_request_may_bring_its_own_clocks(serve):

@@ -1,0 +1,153 @@
+"""A connection whose calls suspend: gRPC's asyncio channel behind the interfaces of `transport`.
+
+It talks to the stub itself: Triton's own asyncio client can neither ask for a final mark without data nor keep gRPC's
+exceptions to itself. It starts no task of its own, and belongs to the event loop in which it is first used.
+It does not know what the requests mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from .transport import Arrival, Failed, Late, Metadata, Status, status_of
+
+_CANCELLED = Status("CANCELLED", "the call was cancelled")
+_GARBAGE = Status("INTERNAL", "Exception deserializing response!")
+
+
+class AsyncCall:
+    """One ModelStreamInfer RPC carrying one request. Cancelling a task that waits for it cancels it.
+
+    `ending` keeps an RPC that was released until it has ended: gRPC cancels what is forgotten before.
+    """
+
+    def __init__(self, rpc: Any, loop: asyncio.AbstractEventLoop, ending: set[Any]) -> None:
+        self._rpc = rpc
+        self._loop = loop
+        self._ending = ending
+
+    async def receive(self, limit: float | None) -> Arrival:
+        """The next arrival; Late after `limit` seconds."""
+        try:
+            async with asyncio.timeout(limit):
+                message = await self._rpc.read()
+        except TimeoutError:
+            raise Late from None
+        except grpc.RpcError as error:
+            return Arrival(time.monotonic(), failure=status_of(error))
+        except asyncio.CancelledError:
+            if _task_is_cancelled():
+                raise
+            return Arrival(time.monotonic(), failure=_CANCELLED)
+        if message is None:  # what gRPC makes of bytes that it cannot read
+            return Arrival(time.monotonic(), failure=_GARBAGE)
+        return Arrival(time.monotonic(), None if message is grpc.aio.EOF else message)
+
+    def release(self) -> None:
+        """Let the RPC end by itself, even if nobody reads on."""
+        if not self._rpc.done():
+            self._ending.add(self._rpc)
+            self._rpc.add_done_callback(self._ending.discard)
+
+    def cancel(self) -> None:
+        """Cancel on the server. A loop that is closed has ended its calls."""
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is self._loop:
+            self._rpc.cancel()
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._rpc.cancel)
+
+
+class AsyncConnection:
+    """A channel of gRPC's, shared by all tasks of one event loop."""
+
+    def __init__(
+        self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ending: set[Any] = set()
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(url, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(url, credentials, options=options)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata) -> Any:
+        """The answer to one small request."""
+        self._check_loop()
+        try:
+            return await getattr(self._stub, method)(request, timeout=limit, metadata=metadata)
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
+            raise _failed(error) from None
+
+    async def open(self, request: pb.ModelInferRequest, *, deadline: float | None, metadata: Metadata) -> AsyncCall:
+        """Send a request."""
+        self._check_loop()
+        rpc = None
+        try:
+            rpc = self._stub.ModelStreamInfer(timeout=deadline, metadata=metadata)
+            await rpc.write(request)
+            await rpc.done_writing()
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            if rpc is not None:
+                rpc.cancel()
+            raise _failed(error) from None
+        return AsyncCall(rpc, self._loop, self._ending)
+
+    async def close(self) -> None:
+        """Cancel what is running and hang up."""
+        self._check_loop()
+        await self._channel.close()
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("this client belongs to another event loop: make one for each")
+
+
+class AsyncBell:
+    """A pause of the current task."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._rung = False
+
+    async def pause(self, limit: float) -> None:
+        """Return after `limit` seconds, or once `ring` has been called."""
+        self._loop = asyncio.get_running_loop()
+        if self._rung:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                await self._event.wait()
+
+    def ring(self) -> None:
+        """End this pause and all further ones."""
+        self._rung = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._event.set)
+
+
+def _failed(error: BaseException) -> BaseException:
+    """What a call's end is to be known as; a task's own cancellation stays what it is."""
+    if isinstance(error, grpc.RpcError):
+        return Failed(status_of(error))
+    if isinstance(error, asyncio.CancelledError) and _task_is_cancelled():
+        return error
+    return Failed(_CANCELLED)
+
+
+def _task_is_cancelled() -> bool:
+    """Whether it is the task that was cancelled, and not the call it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,173 @@
+"""Which endpoint is asked next, when, and whether at all.
+
+Endpoints are in order of preference; one that failed is set aside for a while. A course goes through all of them,
+pauses with jitter, and goes through them again, as long as its retries, the client's budget and the total clock allow.
+It knows exceptions and clocks; it sends nothing and does not know what is asked.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
+
+from .errors import (
+    ConnectionFailed,
+    ConnectTimeout,
+    Draining,
+    FirstTokenTimeout,
+    IdleTimeout,
+    IncompleteStream,
+    InternalError,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    ResumeMismatch,
+    ServerError,
+    TokenstreamError,
+)
+
+_ASIDE_SECONDS = 10.0
+_ASIDE_FULL_SECONDS = 1.0
+_PAUSE_FIRST, _PAUSE_MOST = 0.2, 5.0  # seconds; the longest pause doubles from round to round
+_LONGEST_WAIT = 60.0  # seconds; a server that asks for more is not waited for
+_BUDGET, _DEPOSIT = 100.0, 0.2
+
+
+class Verdict(Enum):
+    """What an exception means for asking again."""
+
+    STOP = "stop"  # it would be the same everywhere, or the caller wants no more
+    ELSEWHERE = "elsewhere"  # here it would be the same, or worse
+    AGAIN = "again"  # it may be otherwise in a moment, here too
+
+
+_PASSES = (ConnectionFailed, ConnectTimeout, IncompleteStream, Overloaded, NotReady, Draining)
+# Who waits in a queue only loses the place by asking again. A model may be unknown because its server is shutting down.
+_STAYS = (FirstTokenTimeout, IdleTimeout, ResumeMismatch, ModelNotFound)
+
+
+def judge(error: TokenstreamError) -> Verdict:
+    """Whether asking again can help. Asking is always safe: the seed is fixed, and nothing is remembered of a request.
+
+    An InternalError without a code is an answer that we do not understand; one with a code is a step that failed.
+    """
+    if isinstance(error, _STAYS):
+        return Verdict.ELSEWHERE
+    if isinstance(error, _PASSES) or (isinstance(error, InternalError) and error.code):
+        return Verdict.AGAIN
+    return Verdict.STOP
+
+
+class Endpoints:
+    """The servers that may be asked, as HOST:PORT, the best one first. Shared by threads."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = tuple(urls)
+        self._lock = threading.Lock()
+        self._aside: dict[str, float] = {}
+
+    def in_order(self) -> list[str]:
+        """All of them as they were given, those set aside last, the one first that has been so for longest."""
+        now = time.monotonic()
+        with self._lock:
+            ends = {url: self._aside.get(url, 0.0) for url in self.urls}
+        return sorted(self.urls, key=lambda url: ends[url] if ends[url] > now else 0.0)
+
+    def set_aside(self, url: str, seconds: float = _ASIDE_SECONDS) -> None:
+        """Ask the others first for `seconds`."""
+        with self._lock:
+            self._aside[url] = time.monotonic() + seconds
+
+    def praise(self, url: str) -> None:
+        """It has answered."""
+        with self._lock:
+            self._aside.pop(url, None)
+
+
+class Budget:
+    """Keeps a client from multiplying its requests while nothing works: a full purse, then a fifth of the requests."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._coins = _BUDGET
+
+    def deposit(self) -> None:
+        """A request is made."""
+        with self._lock:
+            self._coins = min(_BUDGET, self._coins + _DEPOSIT)
+
+    def withdraw(self) -> bool:
+        """Pay for asking everybody once more; whether there was enough."""
+        with self._lock:
+            if self._coins < 1.0:
+                return False
+            self._coins -= 1.0
+            return True
+
+
+class Course:
+    """The way of one request from endpoint to endpoint until one of them answers. `endpoint` is whose turn it is."""
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        budget: Budget,
+        *,
+        retries: int,
+        deadline: float | None,
+        pause: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._endpoints = endpoints
+        self._budget = budget
+        self._retries = retries
+        self._deadline = deadline
+        self._pause = pause
+        self._round = 0
+        self._left: list[str] = []
+        self._waits: list[float] = []  # of those in this round who may answer later: how long they ask to be left alone
+        self.endpoint = ""
+        self._begin_round()
+
+    async def after(self, error: TokenstreamError) -> None:
+        """Turn to the next endpoint, behind a pause if all have had their turn. Raises `error` if that is no use."""
+        verdict = judge(error)
+        if verdict is Verdict.STOP:
+            raise error
+        asked = error.retry_after if isinstance(error, ServerError) else None
+        if not isinstance(error, ResumeMismatch):  # others it may serve well
+            rest = _ASIDE_FULL_SECONDS if isinstance(error, Overloaded) else _ASIDE_SECONDS
+            self._endpoints.set_aside(self.endpoint, rest if asked is None else asked)
+        if verdict is Verdict.AGAIN:
+            self._waits.append(asked or 0.0)
+        if not self._left:
+            await self._rest(error)
+            self._begin_round()
+        else:
+            self.endpoint = self._left.pop(0)
+
+    def _begin_round(self) -> None:
+        self._left = self._endpoints.in_order()
+        self._waits = []
+        self.endpoint = self._left.pop(0)
+
+    async def _rest(self, error: TokenstreamError) -> None:
+        if not self._waits or self._round >= self._retries:
+            raise error
+        wait = pause_before(self._round, min(self._waits))
+        late = self._deadline is not None and time.monotonic() + wait >= self._deadline
+        if late or wait > _LONGEST_WAIT or not self._budget.withdraw():
+            raise error
+        self._round += 1
+        await self._pause(wait)
+
+
+def pause_before(earlier: int, asked: float = 0.0) -> float:
+    """Seconds before everybody is asked again, for the (earlier + 1)th time, and never less than `asked`.
+
+    Full jitter over a limit that doubles: clients that failed together do not come back together.
+    Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+    """
+    return asked + random.uniform(0.0, min(_PAUSE_MOST, _PAUSE_FIRST * 2.0**earlier))  # noqa: S311  (no secret)

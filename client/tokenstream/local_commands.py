@@ -1,0 +1,175 @@
+"""The commands that work on this machine itself: serve, demo, drain, new-model.
+
+They start servers, read run folders and write files; they do not know how a prompt or an answer looks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .diagnosis import ServerFailed, writing_to
+from .drain import DRAIN_SECONDS, POLL_SECONDS, Drain
+from .exits import FAILED, NO_CONNECTION, TERMINATED, complain, explained, failure, one_line_errors
+from .heartbeat import lives, read_heartbeats
+from .options import JsonLines, Repository, RunDir
+
+DEMO_PROMPT = "Write one sentence about the sea."
+
+
+def drain(
+    seconds: Annotated[float, typer.Option(min=0.0, help="How long live requests may go on; then they are ended.")] = (
+        DRAIN_SECONDS
+    ),
+    run_dir: RunDir = None,
+    json_lines: JsonLines = False,
+) -> None:
+    """Have the server on this machine refuse new requests and end the live ones; for whatever stops it afterwards.
+
+    --json: {"live", "ended_by_themselves"}, both numbers of requests.
+    """
+    with one_line_errors(json_lines=json_lines):
+        folders = [folder for folder in run_folders(run_dir) if any(lives(b.pid) for b in read_heartbeats(folder))]
+        if not folders:
+            where = f"in {run_dir}" if run_dir else "of this user"
+            cure = "start one with `tokenstream serve`, or name its run folder with --run-dir"
+            message = f"no server {where} can be drained, none is serving: {cure}"
+            raise failure(message, NO_CONNECTION, json_lines=json_lines)
+        with writing_to(folders[0]):
+            begun = Drain(folders, seconds)
+        while not begun.over():
+            time.sleep(POLL_SECONDS)
+        if not begun.complete:
+            message = f"not drained {seconds + 5:g} s later: see the server's log, or stop it"
+            raise failure(message, FAILED, json_lines=json_lines)
+        if json_lines:
+            typer.echo(json.dumps({"live": begun.live, "ended_by_themselves": begun.by_themselves}))
+        else:
+            typer.echo(f"drained: {begun.by_themselves} of {begun.live} live requests ended by themselves")
+
+
+def serve(
+    repository: Repository = None,
+    http_port: Annotated[int, typer.Option(help="0: a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="0: a free one.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="0: a free one.")] = 8002,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long live requests may go on behind Ctrl-C or SIGTERM.")
+    ] = DRAIN_SECONDS,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="TOKENSTREAM_RUN_DIR", help="Folder for log and heartbeats; unset: one in the cache."),
+    ] = None,
+    json_lines: JsonLines = False,
+) -> None:
+    """Run a Triton server on this machine until Ctrl-C; one that died or hangs is started again.
+
+    --json: {"event": "ready", "grpc_url", "http_url", "metrics_url", "log"} at each start,
+    {"event": "draining", "live", "seconds"} before the end.
+    """
+    from .display import StageProgress, welcome
+    from .server import TritonServer, find_repository, serve_until_signal
+
+    with one_line_errors(json_lines=json_lines), StageProgress(lines=not json_lines) as progress:
+        server = TritonServer(
+            repository or find_repository(),
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            host=host,
+            progress=progress,
+            drain_seconds=drain_seconds,
+            run_dir=run_dir,
+        )
+        greeted = False
+
+        def greet() -> None:
+            nonlocal greeted
+            progress.stop()
+            urls = (server.http_url, server.grpc_url, server.metrics_url)
+            if json_lines:
+                names = ("http_url", "grpc_url", "metrics_url")
+                _event("ready", **dict(zip(names, urls, strict=True)), log=str(server.log_path))
+            else:
+                typer.echo("Ready again." if greeted else welcome(*urls, str(server.log_path)))
+            greeted = True
+
+        def mourn(death: ServerFailed) -> None:
+            complain(explained(death), FAILED, json_lines=json_lines)
+
+        def tell(live: int, seconds: float) -> None:
+            if json_lines:
+                _event("draining", live=live, seconds=seconds)
+            else:
+                typer.echo(f"draining: {live} live requests, up to {seconds:g} s", err=True)
+
+        code = serve_until_signal(server, on_ready=greet, on_death=mourn, on_drain=tell)
+    raise typer.Exit(code)
+
+
+def demo(repository: Repository = None, json_lines: JsonLines = False) -> None:
+    """Start a server on free ports, stream one answer, stop the server.
+
+    --json: the answer as by `generate --json`.
+    """
+    from .answers import show_json, show_text
+    from .client import Client
+    from .display import StageProgress
+    from .server import TritonServer, find_repository
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    with one_line_errors(json_lines=json_lines), StageProgress(lines=not json_lines) as progress:
+        with TritonServer(repository or find_repository(), progress=progress) as server:
+            progress.stop()
+            if not json_lines:
+                typer.echo(f"> {DEMO_PROMPT}")
+            show = show_json if json_lines else show_text
+            with Client(server.grpc_url) as client:
+                message = [{"role": "user", "content": DEMO_PROMPT}]
+                first = show(client.chat(message, max_tokens=48, temperature=0.0))
+        if not json_lines and (began := os.environ.get("TOKENSTREAM_STARTED_AT")):
+            typer.echo(f"command to first token: {first - float(began):.1f} s", err=True)
+
+
+def new_model(
+    name: Annotated[str, typer.Argument(help="Name of the new model.")],
+    model: Annotated[str, typer.Option(help="What it loads: a Hugging Face id, a folder, a .gguf or package:// path.")],
+    repository: Repository = None,
+    json_lines: JsonLines = False,
+) -> None:
+    """Add a model to a repository: a copy of `llm` under another name, loading another model.
+
+    --json: {"name", "model", "folder", "repository"}.
+    """
+    from .scaffold import new_model as make
+    from .server import find_repository
+
+    with one_line_errors(json_lines=json_lines):
+        target = repository or find_repository()
+        source = target if (target / "llm").is_dir() else find_repository()
+        made = make(name, model, source / "llm", target)
+        if json_lines:
+            told = {"name": name, "model": model, "folder": str(made), "repository": str(target)}
+            typer.echo(json.dumps(told, ensure_ascii=False))
+        else:
+            typer.echo(f"{made} loads {model}. Serve it with: tokenstream serve --repository {target}")
+
+
+def run_folders(run_dir: Path | None) -> list[Path]:
+    """The folder that was named, else those of this user's live servers."""
+    from .layout import cache_root
+    from .runfolder import live_files
+
+    return [run_dir] if run_dir else live_files(cache_root() / "run")
+
+
+def _event(name: str, **values: Any) -> None:
+    typer.echo(json.dumps({"event": name, **values}, ensure_ascii=False))

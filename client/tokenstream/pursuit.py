@@ -1,0 +1,310 @@
+"""One request followed to its end: sent, asked again while nothing has come, taken up elsewhere when it is cut.
+
+Written once for both clients, as coroutines over the interfaces of `transport`. A cut answer goes on from the tokens it
+has, with the same seed, template time and fingerprint, so that what the caller reads shows neither a gap nor a repeat.
+It logs (INFO) each time that it asks again. It does not know threads, tasks or gRPC, nor how endpoints are chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .answer import Answer
+from .course import Course, Verdict, judge
+from .errors import (
+    Cancelled,
+    ConnectionFailed,
+    ConnectTimeout,
+    FirstTokenTimeout,
+    IdleTimeout,
+    IncompleteStream,
+    ResumeMismatch,
+    StreamTimeout,
+    TokenstreamError,
+    TotalTimeout,
+)
+from .lines import Lines, meaning
+from .params import Resume
+from .protocol import Begun, Question, generate_request
+from .results import Chunk
+from .security import trace_headers
+from .timeouts import Timeout
+from .transport import Arrival, Bell, Call, Failed, Late
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+_END_SECONDS = 1.0  # within which a stream should end that was refused and closed on our side
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """How a request travels: its clocks, its own metadata, and what is done about failures."""
+
+    clocks: Timeout
+    headers: dict[str, str]
+    traceparent: str | None
+    tracestate: str | None
+    retries: int
+    resume: Resume
+    max_resumes: int
+
+    def __post_init__(self) -> None:
+        """Refuse counts below 0, an unknown `resume` and malformed trace context: ValueError naming it."""
+        for name in ("retries", "max_resumes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.resume not in (True, False, "best_effort"):
+            raise ValueError(f'resume must be True, False or "best_effort", got {self.resume!r}')
+        self.metadata()
+
+    def metadata(self) -> dict[str, str]:
+        """Headers of this request alone."""
+        return self.headers | trace_headers(self.traceparent, self.tracestate)
+
+
+class Pursuit:
+    """The life of one request. For one consumer; `cancel` from any thread."""
+
+    def __init__(self, lines: Lines, question: Question, answer: Answer, travel: Travel, bell: Bell) -> None:
+        self.answer = answer
+        self._lines = lines
+        self._question = question
+        self._travel = travel
+        self._bell = bell
+        self._course: Course | None = None
+        self._deadline: float | None = None
+        self._call: Call | None = None
+        self._sent_at = 0.0
+        self._flowing = False  # whether the running call has brought part of the answer
+        self._broken: TokenstreamError | None = None  # what cut the answer, until another call goes on with it
+        self._cancelled = False
+        self._settled = False
+        self._failure: TokenstreamError | None = None
+
+    async def begin(self) -> None:
+        """Connect and send the request, unless that was done.
+
+        Raises what `next_chunk` raises, and RuntimeError if the client is closed.
+        """
+        if self._course is not None:
+            return
+        self._lines.check_open()
+        total = self._travel.clocks.total
+        self._deadline = None if total is None else time.monotonic() + total
+        await self._ending(self._open())
+
+    async def next_chunk(self) -> Chunk | None:
+        """The next chunk as soon as it arrives; None behind the last one.
+
+        Raises an exception of `errors` with what had arrived; every further call raises it again.
+        """
+        if self._failure is not None:
+            raise self._failure
+        await self.begin()
+        while not self.answer.final:
+            chunk = await self._ending(self._advance())
+            if chunk is not None:
+                return chunk
+        await self.settle()
+        return None
+
+    def cancel(self) -> None:
+        """Stop the answer on the server. No effect once it has ended."""
+        if not self.answer.final:
+            self._cancelled = True
+            self._bell.ring()
+            if (call := self._call) is not None:
+                call.cancel()
+
+    async def leave(self) -> None:
+        """End in order: cancel what has not ended."""
+        if self.answer.final:
+            await self.settle()
+        self.cancel()
+
+    async def settle(self) -> None:
+        """Wait for the RPC to end by itself behind the last response.
+
+        One that is cancelled at this point, by hanging up say, can pin the model: 2.51 then cannot stop in order.
+        """
+        if self._settled or self._call is None:
+            return
+        self._settled = True
+        end = time.monotonic() + _END_SECONDS
+        try:
+            while (await self._call.receive(end - time.monotonic())).response is not None:
+                pass
+        except Late:
+            self._call.cancel()
+
+    async def _ending(self, step: Awaitable[T]) -> T:
+        """Take a step. Whatever it raises ends the pursuit and its call, even if it is a task's cancellation."""
+        try:
+            return await step
+        except TokenstreamError as error:
+            self._failure = self.answer.complete(error)
+            raise
+        except BaseException:
+            self._cancelled = True
+            raise
+        finally:
+            if self._failure is not None or self._cancelled:
+                self._drop_call()
+
+    async def _advance(self) -> Chunk | None:
+        """Take in one response, or do what can be done about its failure to come."""
+        self._check()
+        if self._call is None:
+            await self._open()
+            return None
+        try:
+            return await self._take(await self._call.receive(self._limit()))
+        except Late:
+            await self._recover(self._late())
+        except TokenstreamError as error:
+            await self._recover(error)
+        return None
+
+    async def _open(self) -> None:
+        """Send the request, or what is left of it, to the first endpoint that takes it."""
+        self._course = self._course or self._new_course()
+        while self._call is None:
+            self._check()
+            try:
+                await self._send(self._course.endpoint)
+            except Failed as failed:
+                await self._recover(meaning(failed.status, self._course.endpoint))
+            except TokenstreamError as error:
+                await self._recover(error)
+        self._check()
+
+    async def _send(self, url: str) -> None:
+        clocks, left = self._travel.clocks, self._time_left()
+        connection = await self._lines.connect(url, min(filter(None, (clocks.connect, left)), default=None))
+        left = self._time_left()
+        request = generate_request(self._question, timeout=left, begun=self._begun())
+        self._sent_at = time.monotonic()
+        self.answer.sent_at = self.answer.sent_at or self._sent_at
+        self._flowing = self._settled = False
+        self._call = await connection.open(
+            request, deadline=left, metadata=self._lines.passport.stamp(self._travel.metadata())
+        )
+
+    async def _take(self, arrival: Arrival) -> Chunk | None:
+        course = self._running()
+        if arrival.response is None:
+            self._check()
+            if arrival.failure is not None and self.answer.finish_reason is None:
+                error = meaning(arrival.failure, course.endpoint)
+                if self._flowing and isinstance(error, ConnectionFailed | ConnectTimeout):
+                    error = IncompleteStream(f"the stream was cut: {error.message}")
+                raise error
+            self._settled = True
+            self.answer.end()
+            return None
+        if arrival.response.error_message:
+            await self.settle()
+        chunk = self.answer.feed(arrival.response, arrival.at)
+        if chunk is not None and not self._flowing:
+            self._flowing = True
+            self._lines.endpoints.praise(course.endpoint)
+            self.answer.resumes += self._broken is not None
+            self._broken = None
+        if self.answer.final and self._call is not None:
+            self._call.release()
+        return chunk
+
+    async def _recover(self, error: TokenstreamError) -> None:
+        """Arrange for another call behind `error`; raise if there shall be none."""
+        self._drop_call()
+        self._check()
+        course, hopeless = self._running(), judge(error) is Verdict.STOP
+        self._lines.doubt(course.endpoint)
+        if self.answer.finish_reason is not None and not hopeless:
+            self.answer.end()  # it is whole: only the mark behind it is missing
+        elif not self._flowing:
+            try:
+                await course.after(error)
+            except TokenstreamError as last:
+                if (verdict := self._verdict(last)) is last:
+                    raise
+                raise verdict from last
+            log.info("request %s is asked again at %s: %s", self.answer.request_id, course.endpoint, error.message)
+        elif hopeless or not self._may_resume():
+            raise error
+        else:
+            self._flowing = False
+            self._broken = error
+            self._lines.endpoints.set_aside(course.endpoint)
+            self._course = self._new_course()
+            at, name = len(self.answer.token_ids), self.answer.request_id
+            log.info("request %s goes on from token %d at %s: %s", name, at, self._course.endpoint, error.message)
+
+    def _verdict(self, last: TokenstreamError) -> TokenstreamError:
+        """What the caller hears when nobody goes on: what cut the answer, not what came of asking around."""
+        broken = self._broken
+        if broken is None or isinstance(last, TotalTimeout):
+            return last
+        if isinstance(last, ResumeMismatch):
+            message = f"{broken.message}; nobody could go on with the same answer ({last.message})"
+            return IncompleteStream(message)
+        broken.add_note(f"nobody could go on: {last.message}")
+        return broken
+
+    def _may_resume(self) -> bool:
+        if not self._travel.resume or self.answer.resumes >= self._travel.max_resumes:
+            return False
+        known = bool(self.answer.fingerprint) or self._travel.resume == "best_effort"
+        return known and bool(self.answer.token_ids or not self.answer.text)
+
+    def _begun(self) -> Begun | None:
+        if not self.answer.token_ids:
+            return None
+        exact = self._travel.resume != "best_effort"
+        return Begun(self.answer.token_ids, self.answer.fingerprint if exact else None)
+
+    def _new_course(self) -> Course:
+        return self._lines.course(retries=self._travel.retries, deadline=self._deadline, pause=self._bell.pause)
+
+    def _running(self) -> Course:
+        if self._course is None:
+            raise RuntimeError("the request was not sent")
+        return self._course
+
+    def _check(self) -> None:
+        """Cancelled if the caller wants no more."""
+        if self._cancelled:
+            raise Cancelled("the request was cancelled by this client")
+        if self._lines.closed:
+            raise Cancelled("the client was closed")
+
+    def _drop_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None and not self._settled:
+            call.cancel()
+
+    def _time_left(self) -> float | None:
+        """Seconds of the total clock; TotalTimeout if there are none."""
+        if self._deadline is None:
+            return None
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TotalTimeout(f"no answer within its total time of {self._travel.clocks.total} s")
+        return left
+
+    def _limit(self) -> float | None:
+        """How long the running clock allows to wait. The total clock is the RPC's deadline."""
+        if self._flowing:
+            return self._travel.clocks.idle
+        limit = self._travel.clocks.first_token
+        return None if limit is None else max(0.0, limit - (time.monotonic() - self._sent_at))
+
+    def _late(self) -> StreamTimeout:
+        url, clocks = self._running().endpoint, self._travel.clocks
+        if self._flowing:
+            return IdleTimeout(f"{url} sent no token for {clocks.idle} s")
+        return FirstTokenTimeout(f"{url} sent no first token within {clocks.first_token} s")

@@ -1,0 +1,112 @@
+"""Who we are and whom we trust: TLS, tokens and headers, and the refusal to send secrets in the clear.
+
+It reads files and checks values; it does not know connections, nor what a header means to the server.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Headers = Mapping[str, str] | Callable[[], Mapping[str, str]]
+
+_NAME = re.compile(r"[0-9a-z_.-]+")
+_VALUE = re.compile(r"[\x20-\x7e]*")
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_SECRET_NAMES = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key"})
+_SECRET_PREFIX = "triton-grpc-protocol-"  # noqa: S105  (the name under which Triton wants a shared secret)
+
+
+@dataclass(frozen=True, slots=True)
+class TLS:
+    """An encrypted connection. Each part is PEM, as bytes or as the path of a file.
+
+    `root_certificates`: whom to trust; None: the roots that gRPC brings. `private_key` and `certificate_chain` prove
+    who we are to a server that asks (mutual TLS); both or none, else ValueError. `server_name`: the name in the
+    server's certificate, where it is not the host that is connected to.
+    """
+
+    root_certificates: bytes | str | Path | None = None
+    private_key: bytes | str | Path | None = field(default=None, repr=False)
+    certificate_chain: bytes | str | Path | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse half a proof."""
+        if (self.private_key is None) != (self.certificate_chain is None):
+            raise ValueError("mutual TLS needs private_key and certificate_chain, both or none")
+
+    def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """Roots, key and chain as bytes; OSError if a file cannot be read."""
+        return _pem(self.root_certificates), _pem(self.private_key), _pem(self.certificate_chain)
+
+
+class Passport:
+    """The metadata of every request, over connections to `urls`.
+
+    `token` is sent as `authorization: Bearer`. `headers` may be a function, asked anew for each request: for tokens
+    that change. Raises ValueError for a header that gRPC could not send, and for a secret that would travel unencrypted
+    to another machine, unless `allow_insecure` says that something else keeps the line safe.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, encrypted: bool, token: str | None, headers: Headers | None, allow_insecure: bool
+    ) -> None:
+        self._exposed = [] if encrypted or allow_insecure else [url for url in urls if not is_local(url)]
+        self._token = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._headers: Headers = {} if headers is None else headers
+        self.metadata({} if callable(self._headers) else self._headers)
+
+    def stamp(self, more: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+        """The metadata of one request; `more` is its own and goes over the client's."""
+        headers = self._headers() if callable(self._headers) else self._headers
+        return self.metadata({**headers, **{name.lower(): value for name, value in more.items()}})
+
+    def metadata(self, headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+        """`headers` and the token as gRPC wants them."""
+        lowered = self._token | {name.lower(): value for name, value in headers.items()}
+        for name, value in lowered.items():
+            self._check(name, value)
+        return tuple(lowered.items())
+
+    def _check(self, name: str, value: str) -> None:
+        if not _NAME.fullmatch(name) or name.startswith("grpc-") or name.endswith("-bin"):
+            raise ValueError(f"{name!r} cannot be sent as a header")
+        if not _VALUE.fullmatch(value):
+            raise ValueError(f"the value of header {name!r} holds more than printable ASCII")
+        if self._exposed and (name in _SECRET_NAMES or name.startswith(_SECRET_PREFIX)):
+            raise ValueError(
+                f"{name} would travel unencrypted to {self._exposed[0]}: give tls=TLS(...), or say "
+                "allow_insecure_credentials=True if the network between is safe"
+            )
+
+
+def trace_headers(traceparent: str | None, tracestate: str | None) -> dict[str, str]:
+    """W3C trace context as headers, where Triton looks for it. ValueError if it is malformed."""
+    if traceparent is None:
+        if tracestate is not None:
+            raise ValueError("tracestate means nothing without traceparent")
+        return {}
+    if not _TRACEPARENT.fullmatch(traceparent):
+        raise ValueError(f"traceparent must be VERSION-TRACE-PARENT-FLAGS in hexadecimal digits, got {traceparent!r}")
+    return {"traceparent": traceparent} | ({} if tracestate is None else {"tracestate": tracestate})
+
+
+def is_local(url: str) -> bool:
+    """Whether HOST:PORT (or unix:PATH) is this machine, by its name alone."""
+    if url.startswith("unix:"):
+        return True
+    host = url.rpartition(":")[0].strip("[]") or url
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _pem(value: bytes | str | Path | None) -> bytes | None:
+    return value if value is None or isinstance(value, bytes) else Path(value).read_bytes()
