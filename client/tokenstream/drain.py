@@ -23,8 +23,8 @@ _GRACE_SECONDS = 5.0  # what ends the rest, and says so, is a step and a beat or
 class Drain:
     """A drain of the instances that beat in `folders`, asked for by its making.
 
-    Numbers come from heartbeats, so a request that comes or ends within half a second of the limit may be counted on
-    the other side of it. Raises OSError when the wish cannot be written.
+    `live` is the most requests that the heartbeats told of, waiting ones included; `complete`, whether every instance
+    has said that it is drained. Raises OSError when the wish cannot be written.
     """
 
     def __init__(self, folders: Sequence[Path], seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,7 +33,7 @@ class Drain:
         self._clock = clock
         beats = self._beats()
         self.instances = len(beats)
-        self.live = self._left = _total(beats)
+        self.live = _total(beats)
         self.complete = False
         for folder in self._folders:
             _write(folder, seconds)
@@ -43,17 +43,10 @@ class Drain:
         """Whether there is nothing more to wait for: all is drained, nobody beats, or it took 5 s more than allowed."""
         waited = self._clock() - self._began
         beats = self._beats()
-        left = _total(beats)
-        self.live = max(self.live, left)  # some may have come before the wish was read
-        if waited < self._seconds:
-            self._left = left
-        self.complete = all(beat.drained for beat in beats)
-        return self.complete or waited > self._seconds + _GRACE_SECONDS
-
-    @property
-    def by_themselves(self) -> int:
-        """How many of the `live` requests ended within the time they were given."""
-        return self.live - self._left
+        self.live = max(self.live, _total(beats))  # some may have come before the wish was read
+        gone = self.instances > 0 and not beats
+        self.complete = not gone and all(beat.drained for beat in beats)
+        return gone or self.complete or waited > self._seconds + _GRACE_SECONDS
 
     def _beats(self) -> list[Heartbeat]:
         return [beat for folder in self._folders for beat in read_heartbeats(folder) if lives(beat.pid)]

@@ -133,7 +133,7 @@ def find_fault(folders: Sequence[Path]) -> str | None:
     A beat that seems old, or written in the future, is waited for before it counts: the clock may have been set.
     """
     first = _by_name(folders)
-    if not first:
+    if not first or {folder for folder, _ in first} != set(folders):
         return NOT_SERVING
     suspects = {name: beat for name, beat in first.items() if abs(time.time() - beat.at) > STALE_SECONDS}
     deadline = time.monotonic() + _SECOND_LOOK_SECONDS

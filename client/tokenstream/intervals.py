@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .exposition import Sample
 
-OUTCOMES = ("stop", "length", "cancelled", "rejected", "error", "expired")
+OUTCOMES = ("stop", "length", "cancelled", "invalid", "rejected", "error", "expired")
 Key = tuple[str, str, str]  # model, version, instance
 _PREFIX = "llm_"
 

@@ -33,7 +33,7 @@ def drain(
 ) -> None:
     """Have the server on this machine refuse new requests and end the live ones; for whatever stops it afterwards.
 
-    --json: {"live", "ended_by_themselves"}, both numbers of requests.
+    --json: {"live"}, how many requests there were.
     """
     with one_line_errors(json_lines=json_lines):
         folders = [folder for folder in run_folders(run_dir) if any(lives(b.pid) for b in read_heartbeats(folder))]
@@ -47,12 +47,12 @@ def drain(
         while not begun.over():
             time.sleep(POLL_SECONDS)
         if not begun.complete:
-            message = f"not drained {seconds + 5:g} s later: see the server's log, or stop it"
+            message = "not drained: the server gave no sign of it, or died; see its log, or stop it"
             raise failure(message, FAILED, json_lines=json_lines)
         if json_lines:
-            typer.echo(json.dumps({"live": begun.live, "ended_by_themselves": begun.by_themselves}))
+            typer.echo(json.dumps({"live": begun.live}))
         else:
-            typer.echo(f"drained: {begun.by_themselves} of {begun.live} live requests ended by themselves")
+            typer.echo(f"drained: {begun.live} requests were live, and all have ended")
 
 
 def serve(

@@ -76,15 +76,16 @@ def serve_until_signal(
     on_death: Callable[[ServerFailed], None] | None = None,
     on_drain: OnDrain | None = None,
 ) -> int:
-    """Keep `server` up until SIGINT or SIGTERM comes, at whatever moment; return the shell's exit code for it.
+    """Keep `server` up until SIGINT, SIGTERM or SIGHUP comes, at whatever moment; return the shell's exit code for it.
 
     The first signal drains the server and passes SIGTERM on, a second one kills. `on_ready` is called whenever all
     models have become ready, `on_death` when a server is given up for another (its message says why, and when the next
     start is), `on_drain` as the drain begins (live requests, seconds). The result is the server's own code (0 for an
-    orderly end), 128 + n for its death by signal n, or for signal n coming while none was ready. Only in the main
+    orderly end), 128 + n for its death by signal n, or for signal n coming before any was ready. Only in the main
     thread. Raises SetupError when the first start fails, or the fifth in a row; the server is down when this returns.
     """
     received: list[int] = []
+    served = False
 
     def note(signum: int, _frame: FrameType | None) -> None:
         received.append(signum)
@@ -94,6 +95,7 @@ def serve_until_signal(
         try:
             server.start()
             server.wait_ready(timeout)
+            served = True
             keep_serving(server, timeout, on_ready or _nothing, on_death or _nothing)
         except Interrupted:
             pass
@@ -101,6 +103,8 @@ def serve_until_signal(
             server.stop(on_drain=on_drain)
     code = server.returncode
     if code is None or (received and not server.was_ready):
+        if served:  # it was between two servers, and nothing was lost
+            return 0
         return 128 + (received[0] if received else signal.SIGINT)
     return code if code >= 0 else 128 - code
 
@@ -143,8 +147,8 @@ def _nothing(*_: object) -> None:
 
 @contextmanager
 def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM with `handler` for a while."""
+    """Handle SIGINT, SIGTERM and SIGHUP with `handler` for a while."""
     with ExitStack() as restore:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             restore.callback(signal.signal, number, signal.signal(number, handler))
         yield

@@ -47,7 +47,7 @@ def test_a_bad_request_is_refused_with_the_field_and_nobody_notices(
         with pytest.raises(RequestError, match=told) as refused:
             engine.ask(prompt, **fields)
         assert refused.value.code == Code.INVALID_ARG
-        assert engine.metrics.rejected == 1
+        assert engine.metrics.invalid == 1
         engine.begin()
         assert other.wait().tokens == scripted.expected(PROMPT, 3)
 

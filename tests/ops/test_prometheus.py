@@ -79,8 +79,8 @@ def asked(client: Client) -> Counted:
     for _ in range(2):
         with pytest.raises(InvalidRequest):
             client.generate("x", stop_token_ids=[10**8])
-        counted.outcomes["rejected"] += 1
-    assert {"stop", "length", "rejected"} <= set(counted.outcomes)
+        counted.outcomes["invalid"] += 1
+    assert {"stop", "length", "invalid"} <= set(counted.outcomes)
     return counted
 
 

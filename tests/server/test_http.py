@@ -134,3 +134,16 @@ def test_a_huge_form_is_refused_and_the_server_goes_on(server: TritonServer, cli
     with refused.value as page:
         assert page.code == 400
     assert client.generate(PROMPT, max_tokens=1).usage.output_tokens == 1
+
+
+def test_a_request_parameter_with_a_wrong_value_or_nearly_a_name_is_refused_by_name(web: Web) -> None:
+    asked = {"text_input": PROMPT, "stream": False, "max_tokens": 1}
+    for parameters, words in (
+        ({"timeout": "soon"}, "timeout must be a whole number of microseconds, got 'soon'"),
+        ({"timeout": -5}, "timeout must be a whole number of microseconds, got -5"),
+        ({"max_token": 5}, "parameter 'max_token' is unknown; did you mean 'max_tokens'?"),
+    ):
+        page = web.post("generate", **asked, **parameters)
+        assert page.status == 400
+        assert words in page.json["error"]
+    assert web.post("generate", **asked, timeout=5_000_000, traceparent="00-1-2-3").status == 200

@@ -20,7 +20,7 @@ INSTANCES = ("llm_0_0", "llm_0_1")
 SEATS = 2
 LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0.0}
 SHORT: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
-OUTCOMES = ("stop", "length", "cancelled", "rejected", "error", "expired")
+OUTCOMES = ("stop", "length", "cancelled", "invalid", "rejected", "error", "expired")
 LINE = re.compile(r"([a-z0-9_:]+)(?:\{(.*)\})? (\S+)")
 
 
@@ -171,7 +171,7 @@ def test_every_way_to_end_is_counted_as_what_it_was(pair: Pair) -> None:
         assert full.total("vllm:num_requests_running") == SEATS * len(INSTANCES)
         assert 0 < full.total("llm_kv_cache_usage_perc") < len(INSTANCES)
         pair.wire.refusal(infer(text_input="Next", parameters={"timeout": 200_000}))
-    after = pair.settled(before, stop=1, length=1, rejected=1, expired=1, cancelled=SEATS * len(INSTANCES))
+    after = pair.settled(before, stop=1, length=1, invalid=1, expired=1, cancelled=SEATS * len(INSTANCES))
     pair.once(lambda page: page.total("llm_num_requests_running") == 0 == page.total("llm_kv_cache_usage_perc"))
     wasted = after.total("llm_tokens_after_cancel_total") - before.total("llm_tokens_after_cancel_total")
     assert wasted <= SEATS * len(INSTANCES)  # each ends within a step

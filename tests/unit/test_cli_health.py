@@ -79,7 +79,7 @@ def test_the_environment_may_name_the_run_folder(tmp_path: Path, monkeypatch: py
     assert run("probe", "--live").exit_code == 0
 
 
-def test_drain_waits_for_the_end_and_says_how_many_ended_by_themselves(tmp_path: Path) -> None:
+def test_drain_waits_for_the_end_and_says_how_many_there_were(tmp_path: Path) -> None:
     write_beat(tmp_path, live=3)
 
     def serve() -> None:
@@ -93,7 +93,7 @@ def test_drain_waits_for_the_end_and_says_how_many_ended_by_themselves(tmp_path:
     model.start()
     result = run("drain", "--seconds", "15", "--run-dir", str(tmp_path))
     model.join()
-    assert (result.exit_code, result.stdout) == (0, "drained: 3 of 3 live requests ended by themselves\n")
+    assert (result.exit_code, result.stdout) == (0, "drained: 3 requests were live, and all have ended\n")
 
 
 def test_no_server_to_drain_is_exit_code_3_with_the_cure(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_drain_and_the_liveness_probe_speak_json(tmp_path: Path) -> None:
     write_beat(tmp_path, draining=True, live=0)
     assert json.loads(run("probe", "--live", "--json", "--run-dir", str(tmp_path)).stdout) == {"live": True}
     drained = run("drain", "--json", "--run-dir", str(tmp_path))
-    assert json.loads(drained.stdout) == {"live": 0, "ended_by_themselves": 0}
+    assert json.loads(drained.stdout) == {"live": 0}
     write_beat(tmp_path, pid=2**22 + 1)
     dead = run("probe", "--live", "--json", "--run-dir", str(tmp_path))
     assert json.loads(dead.stderr) == {"error": "the process of llm_0_0 (pid 4194305) died", "code": 1}

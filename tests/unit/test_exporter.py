@@ -44,6 +44,7 @@ OUTCOMES = {
     "stop": "stopped",
     "length": "limited",
     "cancelled": "cancelled",
+    "invalid": "invalid",
     "rejected": "rejected",
     "error": "failed",
     "expired": "expired",
@@ -106,7 +107,7 @@ def test_vllms_names_show_the_same_numbers(registry: Registry) -> None:
         if name != "vllm:request_success_total":
             assert registry.value(name, **mine) == registry.value(own, **LABELS), name
     assert len(shared) == 3 + 5 + 1 + 9 * 3
-    reasons = {"stop": 108, "length": 109, "abort": 110 + 113, "error": 112}
+    reasons = {"stop": 108, "length": 109, "abort": 110 + 114, "error": 113}
     for reason, count in reasons.items():
         assert registry.value("vllm:request_success_total", finished_reason=reason, **mine) == count
 

@@ -54,27 +54,15 @@ def test_it_is_over_when_every_instance_says_so(tmp_path: Path, clock: Clock) ->
     write_beat(tmp_path, "llm_0_1", live=0, draining=True)
     assert drain.over()
     assert drain.complete
-    assert (drain.by_themselves, drain.live) == (2, 2)
+    assert drain.live == 2
 
 
-def test_those_that_were_live_at_the_limit_did_not_end_by_themselves(tmp_path: Path, clock: Clock) -> None:
-    write_beat(tmp_path, live=5)
-    drain = Drain([tmp_path], 20.0, clock)
-    write_beat(tmp_path, live=2, draining=True)
-    clock.now += 19.9
-    assert not drain.over()
-    write_beat(tmp_path, live=0, draining=True)
-    clock.now += 0.5
-    assert drain.over()
-    assert (drain.by_themselves, drain.live) == (3, 5)
-
-
-def test_without_time_nobody_ends_by_himself(tmp_path: Path, clock: Clock) -> None:
+def test_instances_that_die_meanwhile_have_not_drained(tmp_path: Path, clock: Clock) -> None:
     write_beat(tmp_path, live=4)
-    drain = Drain([tmp_path], 0.0, clock)
-    write_beat(tmp_path, live=0, draining=True)
+    drain = Drain([tmp_path], 20.0, clock)
+    write_beat(tmp_path, live=4, pid=2**22 + 1)
     assert drain.over()
-    assert (drain.by_themselves, drain.live) == (0, 4)
+    assert not drain.complete
 
 
 def test_requests_that_came_before_the_wish_was_read_count(tmp_path: Path, clock: Clock) -> None:

@@ -73,6 +73,7 @@ OWN_COUNTERS = (
     _ended("stop", lambda m: m.stopped),
     _ended("length", lambda m: m.limited),
     _ended("cancelled", lambda m: m.cancelled),
+    _ended("invalid", lambda m: m.invalid),
     _ended("rejected", lambda m: m.rejected),
     _ended("error", lambda m: m.failed),
     _ended("expired", lambda m: m.expired),

@@ -12,14 +12,16 @@ import json
 import logging
 import math
 import os
+import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from replies import Replies, Reply, Stream, int32, internal, string
+from replies import Replies, Reply, Stream, int32, internal, requests, string
 from wire import Call, Operation, read_call
 
 YIELD_SECONDS = 0.02  # a full instance holds back so long, for another one with room to take the next request
@@ -32,6 +34,9 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model; a fault is one line in the server's log that says what and how to cure it."""
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
+        lines = logging.StreamHandler(sys.stderr)
+        requests.addHandler(lines)
+        requests.propagate = False
         if int(np.__version__.split(".")[0]) >= 2:
             raise pb_utils.TritonModelException(
                 f"numpy {np.__version__} crashes this server's Python backend on the first string; "
@@ -94,16 +99,18 @@ class TritonPythonModel:
     def _accept(self, request: Any) -> None:
         from llm_engine.request import RequestError
 
-        stream = Stream(request.get_response_sender(), Call(request_id=request.request_id()))
+        identity = request.request_id() or f"auto-{secrets.token_hex(6)}"  # what the log and an error have in common
+        stream = Stream(request.get_response_sender(), Call(request_id=identity))
         submitting = False
         try:
-            stream.call = read_call(request, self._engine.defaults)
+            stream.call = replace(read_call(request, self._engine.defaults), request_id=identity)
             ids = self._answer_or_encode(stream)
             submitting = True
             if ids is not None:
                 self._submit(stream, ids)
         except RequestError as error:
-            self._engine.metrics.rejected += not submitting  # the engine counts what it refuses itself
+            if not submitting:  # the engine counts what it refuses itself
+                self._engine.metrics.count_refused(error)
             self._replies.put(Reply(stream, [], error))
         except Exception as error:  # execute never raises: Triton would fail every request and show a traceback
             log.exception("a request could not be accepted")

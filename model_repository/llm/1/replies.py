@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -23,6 +24,7 @@ from wire import Call
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 LONGEST_MESSAGE = 800  # characters of an error; it may quote what a client sent, which may be megabytes
 log = logging.getLogger("tokenstream")
+requests = logging.getLogger("tokenstream.requests")  # lines of JSON, without anything before them
 
 
 @dataclass(slots=True)
@@ -152,13 +154,14 @@ class Replies:
         with stream.lock:
             stream.closed = True
         stream.sender.send(pb_utils.InferenceResponse(tensors, failure), FINAL)
-        if log.isEnabledFor(logging.INFO):
-            log.info("%s", json.dumps(self._line(stream, error, last)))
+        if requests.isEnabledFor(logging.INFO):
+            requests.info("%s", json.dumps(self._line(stream, error, last)))
 
     def _line(self, stream: Stream, error: Any, last: Any) -> dict[str, Any]:
         """One finished request for the log. A prompt's text is in it only if the deployer asked for that."""
         call = stream.call
-        line: dict[str, Any] = {"event": "request", "id": call.request_id, "operation": call.operation.value}
+        line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": "request"}
+        line |= {"id": call.request_id, "operation": call.operation.value}
         line["outcome"] = error.code if error else last.finish_reason if last else "answered"
         line["seconds"] = round(time.monotonic() - stream.arrived_at, 4)
         if last is not None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ _SAMPLING_TENSORS = {
     "bad_words": "bad_words",
     "stop_token_ids": "stop_token_ids",
 }
+_REQUEST_PARAMETERS = frozenset({*NAMES, *_SAMPLING_TENSORS, "llm_priority", "cache_salt", "timeout", "priority"})
 _GUIDES = ("guided_decoding_guide_type", "guided_decoding_guide")
 
 
@@ -90,8 +92,8 @@ def read_call(request: Any, defaults: SamplingParams) -> Call:
     call.template_time = _read_time(_one(inputs, "template_time", _text))
     call.priority = _priority(parameters.get("llm_priority", 2))
     call.cache_salt = str(parameters.get("cache_salt", ""))
-    if microseconds := request.timeout():
-        call.timeout_seconds = microseconds / 1e6
+    call.timeout_seconds = _timeout(request.timeout() or parameters.get("timeout"))
+    _refuse_misspelt(parameters)
     return call
 
 
@@ -226,6 +228,26 @@ def _refuse_half_characters(name: str, text: str) -> None:
         raise RequestError(f"{name} holds half a character (lone surrogate) {half}") from None
     except (ValueError, RecursionError):
         return  # not JSON: whoever reads it says so
+
+
+def _timeout(microseconds: Any) -> float:
+    """Seconds of the request parameter `timeout`, which over HTTP is one among others; absent and 0: no limit."""
+    if microseconds is None:
+        return math.inf
+    try:
+        value = int(microseconds)
+    except (ValueError, OverflowError):
+        value = -1
+    if value < 0 or isinstance(microseconds, bool | float):
+        raise RequestError(f"timeout must be a whole number of microseconds, got {microseconds!r}")
+    return value / 1e6 or math.inf
+
+
+def _refuse_misspelt(parameters: dict[str, Any]) -> None:
+    """Refuse what nearly has a parameter's name; other names may be a proxy's, and mean nothing here."""
+    for name in parameters:
+        if name not in _REQUEST_PARAMETERS and (near := get_close_matches(name, _REQUEST_PARAMETERS, 1, 0.85)):
+            raise RequestError(f"parameter {name!r} is unknown; did you mean {near[0]!r}?")
 
 
 def _priority(value: Any) -> int:

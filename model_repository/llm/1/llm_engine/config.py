@@ -6,6 +6,7 @@ context length, KV size) is resolved by `loading`; this module knows neither tor
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -77,8 +78,8 @@ class EngineConfig:
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
         for name, low in _LOWEST.items():
-            if (value := getattr(self, name)) < low:
-                raise ConfigError(f"{name} must be at least {low}, got {value}")
+            if not low <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"{name} must be at least {low} and finite, got {value}")
         if self.max_step_tokens < self.max_sequences + self.block_size:
             raise ConfigError(
                 f"max_step_tokens must be at least max_sequences + block_size "

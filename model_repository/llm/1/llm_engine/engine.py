@@ -97,8 +97,8 @@ class Engine:
                 if not self._door.live:
                     self.heartbeat = time.monotonic()  # idle until now: the thread has had nothing to finish
                 self._door.enter(request)
-        except RequestError:
-            self.metrics.rejected += 1
+        except RequestError as error:
+            self.metrics.count_refused(error)
             raise
         if ended is not None:
             self.metrics.count_finished(request, ended, time.monotonic())

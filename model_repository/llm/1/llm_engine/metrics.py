@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from .request import FinishReason, Request
+from .request import Code, FinishReason, Request, RequestError
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
@@ -45,6 +45,7 @@ class Metrics:
     stopped: int = 0
     limited: int = 0
     cancelled: int = 0
+    invalid: int = 0
     rejected: int = 0
     failed: int = 0
     expired: int = 0
@@ -76,6 +77,13 @@ class Metrics:
             self.time_to_first_token_seconds.observe(now - request.arrived_at)
         else:
             self.inter_token_latency_seconds.observe(now - request.last_token_at)
+
+    def count_refused(self, error: RequestError) -> None:
+        """Count a request that was refused: for what it asks (`invalid`), or because nobody would be served."""
+        if error.code is Code.INVALID_ARG:
+            self.invalid += 1
+        else:
+            self.rejected += 1
 
     def count_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         """Count an answer that ended well at `now` (monotonic seconds); one resumed behind its end has no times."""
