@@ -17,7 +17,7 @@ from tokenstream.runfolder import processes
 from tokenstream.server import TritonServer, find_repository
 
 DRAIN_SECONDS = 3
-SHORT, LONG = (8, 16, 24, 32), (4000, 4000, 4000, 4000)
+SHORT, LONG = (8, 16, 24, 32) * 2, (4000,) * 8  # tokens of 16 streams
 
 
 def begin(wire: Wire, *lengths: int) -> list[Call]:

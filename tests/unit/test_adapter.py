@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,8 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> Any:
         Tensor=lambda name, array: (name, array),
     )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    monkeypatch.delitem(sys.modules, "replies", raising=False)
+    for name in ("replies", "watcher", "model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("replies")
 
 
@@ -72,3 +74,31 @@ def test_a_response_that_cannot_be_sent_ends_its_request_alone_with_one_final(re
     assert "internal error: OSError [request=a tokens=" in last.error.text
     assert cancelled == ["a"]
     assert [flags for _, flags in senders["b"].sent] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("trouble", [None, "stalled", "device_lost", "draining"])
+def test_a_model_is_ready_unless_it_stalls_drains_or_has_lost_its_device(replies: Any, trouble: str | None) -> None:
+    adapter = importlib.import_module("model").TritonPythonModel()
+    adapter._engine = SimpleNamespace(stalled=trouble == "stalled", device_lost=trouble == "device_lost")
+    adapter._watcher = SimpleNamespace(draining=trouble == "draining")
+    assert adapter.is_ready() == (trouble is None)
+
+
+def test_a_lost_device_ends_the_process_behind_the_errors(replies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = threading.Event()
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        watched._stopping.set()
+        left.set()
+
+    watcher = importlib.import_module("watcher")
+    monkeypatch.setattr(watcher.os, "_exit", leave)
+    monkeypatch.setattr(watcher, "LEAVE_SECONDS", 0.1)
+    engine = SimpleNamespace(device_lost=True, stalled=False)
+    watched = watcher.Watcher(engine, SimpleNamespace(streams={}), "llm_0_0", None, None)
+    watched.start()
+    assert left.wait(10)
+    watched.stop()
+    assert codes[0] == 70

@@ -87,8 +87,11 @@ class TritonPythonModel:
                 self._engine.wait_for_room(timeout=YIELD_SECONDS)
 
     def is_ready(self) -> bool:
-        """Whether new requests are served: not while the engine stalls or drains. Asked by servers newer than 2.51."""
-        return not (self._engine.stalled or self._watcher.draining)
+        """Whether new requests are served: not by an engine that stalls, drains or has lost its device.
+
+        Asked by servers newer than 2.51.
+        """
+        return not (self._engine.stalled or self._engine.device_lost or self._watcher.draining)
 
     def finalize(self) -> None:
         """End what is live and stop the threads. Triton calls it only when no response sender lives any more."""

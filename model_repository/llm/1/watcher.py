@@ -24,6 +24,8 @@ from replies import Replies
 POLL_SECONDS = 0.05
 BEAT_SECONDS = 0.5
 EXPORT_SECONDS = 1.0
+LEAVE_SECONDS = 2.0
+EXIT_CODE = 70  # EX_SOFTWARE
 POLLS_PER_LOOK = 128  # more streams than these are looked at in turn: a question takes Triton tens of microseconds
 log = logging.getLogger("tokenstream")
 
@@ -62,6 +64,8 @@ class Watcher:
             stopping = self._stopping.wait(POLL_SECONDS)
             now = time.monotonic()
             try:
+                if self._engine.device_lost:
+                    self._leave()
                 self._cancel_abandoned()
                 if now >= next_beat:
                     next_beat = now + BEAT_SECONDS
@@ -74,6 +78,14 @@ class Watcher:
                 log.exception("the watcher failed")
             if stopping:
                 return
+
+    def _leave(self) -> None:
+        """End this process: its device is lost, and whoever supervises it starts another one."""
+        log.critical("the device is lost; this process ends, so that another one can take its place")
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while self._replies.streams and time.monotonic() < deadline:  # their errors are on the way
+            time.sleep(POLL_SECONDS)
+        os._exit(EXIT_CODE)
 
     def _cancel_abandoned(self) -> None:
         streams = list(self._replies.streams.items())

@@ -25,7 +25,7 @@ from .fit import fingerprint, fit
 from .loading import LoadedModel
 from .metrics import Metrics
 from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status, Timings
-from .runner import Drawn, InFlight, Runner
+from .runner import Drawn, InFlight, Runner, is_device_lost
 from .scheduler import Chunk, Scheduler
 from .text import TextStream
 
@@ -44,8 +44,7 @@ class _Drain:
     deadline: float
 
 
-class _Close:
-    pass
+class _Close: ...
 
 
 class Engine:
@@ -74,6 +73,7 @@ class Engine:
         )
         self._door = Door(self.config.max_sequences, self.config.max_queue_size)
         self._drain_deadline = math.inf
+        self.device_lost = False  # a step failed in such a way that only a new process can help
         self._inbox: SimpleQueue[Request | _Cancel | _Drain | _Close] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -367,6 +367,7 @@ class Engine:
     def _fail(self, error: Exception, *steps: InFlight | None) -> None:
         """End the requests whose step failed: those of the launched steps, and whoever holds a seat."""
         reason = _internal("the step failed", error)
+        self.device_lost |= is_device_lost(error)
         launched = [chunk.request for step in steps if step is not None for chunk in step.plan.chunks]
         for request in dict.fromkeys([*launched, *self._scheduler.running]):
             if request.status is not Status.FINISHED:
@@ -396,5 +397,4 @@ def _hand_out(emit: Emit, deltas: list[Delta]) -> None:
 
 
 def _internal(what: str, error: Exception) -> RequestError:
-    told = (str(error).strip().splitlines() or [""])[0]
-    return RequestError(f"{what}: {type(error).__name__}: {told}"[:300], Code.INTERNAL)
+    return RequestError(f"{what}: {type(error).__name__}", Code.INTERNAL)  # the log has all of it

@@ -142,6 +142,11 @@ class Runner:
         return event
 
 
+def is_device_lost(error: Exception) -> bool:
+    """Whether a failed step leaves the device unusable for this process, as CUDA's sticky errors do."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+
+
 def _logprobs(sampled: Sampled, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
     found = sampled.logprobs
     if found is None:
