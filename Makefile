@@ -8,13 +8,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := client model_repository docker tests
 
-.PHONY: help demo serve test ops lint fmt soak clean
+.PHONY: help demo demo-failover serve test ops lint fmt soak clean
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: export TOKENSTREAM_STARTED_AT := $(shell date +%s.%N)
 demo: $(VENV)/server.done ## Start a real Triton server, stream one answer, stop everything
 	@$(BIN)/tokenstream demo
+
+demo-failover: $(VENV)/server.done ## Kill one of two servers in mid-answer: the other goes on, and nothing is lost
+	@$(BIN)/tokenstream demo --failover
 
 serve: $(VENV)/server.done ## Serve the model until Ctrl-C
 	@$(BIN)/tokenstream serve

@@ -115,10 +115,17 @@ def serve(
     raise typer.Exit(code)
 
 
-def demo(repository: Repository = None, json_lines: JsonLines = False) -> None:
+def demo(
+    repository: Repository = None,
+    failover: Annotated[
+        bool, typer.Option("--failover", help="Start two, kill -9 the one that answers, and compare the answer.")
+    ] = False,
+    json_lines: JsonLines = False,
+) -> None:
     """Start a server on free ports, stream one answer, stop the server.
 
-    --json: the answer as by `generate --json`.
+    --json: the answer as by `generate --json`; with --failover also {"event": "asked"}, "killed", "resumed" and
+    {"event": "compared", "same", "tokens", "seed", "resumes"}. Not the same is exit code 1.
     """
     from .answers import show_json, show_text
     from .client import Client
@@ -127,6 +134,13 @@ def demo(repository: Repository = None, json_lines: JsonLines = False) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with one_line_errors(json_lines=json_lines), StageProgress(lines=not json_lines) as progress:
+        if failover:
+            from .failover import rehearse
+
+            if not rehearse(repository or find_repository(), progress, json_lines=json_lines):
+                difference = "the answer that was cut differs from the one that was not"
+                raise failure(difference, FAILED, json_lines=json_lines)
+            return
         with TritonServer(repository or find_repository(), progress=progress) as server:
             progress.stop()
             if not json_lines:

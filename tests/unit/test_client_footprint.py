@@ -1,0 +1,138 @@
+"""What the client costs its process: modules, threads and memory, over thousands of answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokenstream
+from tokenstream import Client, Completion
+from unit.scripted_triton import ScriptedCall, ScriptedTriton, answer, inputs, token
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tokenstream.__file__).parent.parent)}
+THREADS = 50
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+BYTES_PER_ROUND = 1024
+LOADED = """
+import asyncio, json, sys
+from tokenstream import AsyncClient, Client
+
+async def ask():
+    async with AsyncClient(sys.argv[1]) as client:
+        return (await client.generate("x")).text
+
+with Client(sys.argv[1]) as client:
+    texts = [client.generate("x").text, asyncio.run(ask())]
+print(json.dumps({"texts": texts, "modules": sorted({name.partition(".")[0] for name in sys.modules})}))
+"""
+# Rounds in a process of their own, where nobody else takes memory; the memory is that behind each tenth of them.
+COUNTED = """
+import gc, json, os, sys, threading, time
+from pathlib import Path
+from tokenstream import Client
+
+def look():
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > 1 and time.monotonic() < deadline:  # a reader ends a moment behind its stream
+        time.sleep(0.01)
+    return len(os.listdir("/proc/self/task")), int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+def turn(client, number):
+    with client.stream("x") as stream:
+        next(stream)
+        if number % 2:  # the others are left in mid-answer
+            stream.final()
+
+url, rounds, shared = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "shared"
+looks = []
+with Client(url) as client:
+    for count in (200, *[rounds // 10] * 10):
+        for number in range(count):
+            if shared:
+                turn(client, number)
+            else:
+                with Client(url) as own:
+                    turn(own, number)
+        looks.append(look())
+print(json.dumps(looks))
+"""
+
+
+def child(program: str, *arguments: str) -> Any:
+    """What a program prints, as JSON."""
+    command = [sys.executable, "-c", program, *arguments]
+    return json.loads(subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, timeout=110, check=True).stdout)
+
+
+def test_the_client_loads_no_framework_of_the_engine_or_the_gateway(serve) -> None:
+    server, _ = serve(answer("a", "b"))
+    told = child(LOADED, server.url)
+    assert told["texts"] == ["ab", "ab"]
+    assert {"tokenstream", "grpc"} <= set(told["modules"])
+    heavy = {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "llm_engine",
+        "nvidia",
+        "pytriton",
+    }
+    assert not heavy & set(told["modules"])
+
+
+def echo(request: Any, call: ScriptedCall) -> Iterator:
+    """The words of the prompt, with the seed behind each."""
+    asked: Any = inputs(request)
+    words = asked["text_input"].split()
+    for index, word in enumerate(words):
+        last = index == len(words) - 1
+        first = {"fingerprint": "print", "num_input_tokens": len(words)} if index == 0 else {}
+        text = f"{word}/{asked['sampling_parameters']['seed']} "
+        yield token(index, text, 100 + index, final=last, finish_reason="stop" if last else "", **first)
+
+
+def test_fifty_threads_on_one_client_have_the_answers_that_one_thread_has() -> None:
+    server = ScriptedTriton(echo, workers=THREADS + 2)
+    together = threading.Barrier(THREADS, timeout=10)
+
+    def ask(client: Client, number: int, *, wait: bool) -> list[tuple[Any, ...]]:
+        if wait:
+            together.wait()
+        said: list[Completion] = [
+            client.generate(" ".join(f"{number}.{turn}.{word}" for word in range(number % 7 + 2)), seed=number)
+            for turn in range(4)
+        ]
+        return [(one.text, one.token_ids, one.usage, one.seed, one.finish_reason, one.resumes) for one in said]
+
+    with Client(server.url) as client:
+        alone = [ask(client, number, wait=False) for number in range(THREADS)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            shared = list(pool.map(lambda number: ask(client, number, wait=True), range(THREADS)))
+    server.close()
+    assert len({one[0] for answers in alone for one in answers}) == 4 * THREADS
+    assert shared == alone
+
+
+@pytest.mark.parametrize(("client", "rounds"), [("shared", 5_000), ("one each", 5_000 if DEEP else 500)])
+def test_streams_opened_and_left_by_the_thousand_leave_neither_threads_nor_memory(serve, client, rounds) -> None:
+    server, _ = serve(answer("a", "b", "c", "d"))
+    looks = child(COUNTED, server.url, str(rounds), client)
+    threads, memory = zip(*looks, strict=True)
+    assert len(server.requests) == 200 + rounds
+    assert threads[-1] <= threads[0]
+    # From the lowest of the first looks to the lowest of the last: what was taken for a moment is no leak.
+    grown = min(memory[-3:]) - min(memory[:3])
+    assert grown / (rounds * 0.8) < BYTES_PER_ROUND, memory
