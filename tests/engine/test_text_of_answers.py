@@ -57,6 +57,16 @@ def test_deltas_joined_are_the_text_up_to_the_first_stop(
     assert end > len(decode(answer.tokens[:-1]).rstrip("\N{REPLACEMENT CHARACTER}"))
 
 
+def test_a_stop_string_that_only_the_end_of_the_answer_completes_ends_it_with_stop() -> None:
+    tokens = list(tiny_models.tokenizer()("漢")["input_ids"])[:-1]
+    assert decode(tokens) == "\N{REPLACEMENT CHARACTER}"  # held back until nothing more can come
+    params = replace(GREEDY, max_tokens=len(tokens), stop=("\N{REPLACEMENT CHARACTER}",))
+    answer = answer_with(tokens, params)
+    assert (answer.code, answer.text, answer.tokens) == ("stop", "", tokens)
+    with serving(scripted.load()) as engine:
+        assert engine.ask(PROMPT, params, resume_token_ids=tokens).wait().code == "stop"
+
+
 @given(tokens=written, limit=st.integers(1, 20))
 def test_an_answer_cut_by_max_tokens_has_the_whole_text_of_its_tokens(tokens: list[int], limit: int) -> None:
     limit = min(limit, len(tokens))

@@ -14,14 +14,13 @@ import math
 import os
 import secrets
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from replies import Replies, Reply, Stream, int32, internal, requests, string
+from replies import Replies, Reply, Stream, int32, internal, request_log, string
 from wire import Call, Operation, read_call
 
 YIELD_SECONDS = 0.02  # a full instance holds back so long, for another one with room to take the next request
@@ -34,21 +33,19 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model; a fault is one line in the server's log that says what and how to cure it."""
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
-        lines = logging.StreamHandler(sys.stderr)
-        requests.addHandler(lines)
-        requests.propagate = False
+        request_log.addHandler(logging.StreamHandler(sys.stderr))
+        request_log.propagate = False
         if int(np.__version__.split(".")[0]) >= 2:
             raise pb_utils.TritonModelException(
                 f"numpy {np.__version__} crashes this server's Python backend on the first string; "
                 f"install numpy<2 in the Python that tritonserver uses"
             )
         config = json.loads(args["model_config"])
-        instances = _cpu_instances(config)
-        given = _device(args, instances)  # before torch is imported
+        given = _device(args, config)  # before torch is imported
         from llm_engine.config import ConfigError
         from llm_engine.engine import Engine
         from prompts import PromptEncoder
-        from settings import queues_itself, read_settings
+        from settings import model_keeps_queue, read_settings
         from watcher import Watcher
 
         try:
@@ -58,19 +55,18 @@ class TritonPythonModel:
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._prompts = PromptEncoder(engine.tokenizer, engine.config.max_context, engine.vocab_size)
-        self._queues_itself = queues_itself(config)
-        self._yields = instances > 1
+        self._keeps_queue = model_keeps_queue(config)
+        self._yields = _instances(config) > 1
         self._ids = itertools.count()
         self._replies = Replies(settings.max_tokens_per_response, engine.cancel, log_prompts=settings.log_prompts)
-        labels = {"model": args["model_name"], "version": args["model_version"]}
-        labels["instance"] = args["model_instance_name"]
+        instance = args["model_instance_name"]
+        labels = {"model": args["model_name"], "version": args["model_version"], "instance": instance}
         exporter = None
         if settings.metrics:
             from exporter import Exporter
 
             exporter = Exporter(engine.metrics, pb_utils, labels, vllm_names=settings.vllm_metric_names)
         run_folder = os.environ.get("TOKENSTREAM_RUN_DIR")
-        instance = args["model_instance_name"]
         self._watcher = Watcher(engine, self._replies, instance, Path(run_folder) if run_folder else None, exporter)
         self._replies.start()
         self._watcher.start()
@@ -80,7 +76,7 @@ class TritonPythonModel:
         """Submit each request. Where Triton keeps the queue, return once another would find a seat."""
         for request in requests:
             self._accept(request)
-            if not self._queues_itself:
+            if not self._keeps_queue:
                 while not self._engine.wait_for_room(timeout=60.0):
                     pass
             elif self._yields:
@@ -106,7 +102,7 @@ class TritonPythonModel:
         stream = Stream(request.get_response_sender(), Call(request_id=identity))
         submitting = False
         try:
-            stream.call = replace(read_call(request, self._engine.defaults), request_id=identity)
+            stream.call = read_call(request, identity, self._engine.defaults)
             ids = self._answer_or_encode(stream)
             submitting = True
             if ids is not None:
@@ -117,7 +113,7 @@ class TritonPythonModel:
             self._replies.put(Reply(stream, [], error))
         except Exception as error:  # execute never raises: Triton would fail every request and show a traceback
             log.exception("a request could not be accepted")
-            self._engine.metrics.failed += 1
+            self._engine.metrics.count_ended("failed")
             self._replies.put(Reply(stream, [], internal(error)))
 
     def _answer_or_encode(self, stream: Stream) -> list[int] | None:
@@ -144,7 +140,7 @@ class TritonPythonModel:
         from llm_engine.request import Request
 
         call = stream.call
-        longest = self._engine.config.max_queue_seconds if self._queues_itself else math.inf
+        longest = self._engine.config.max_queue_seconds if self._keeps_queue else math.inf
         request = Request(
             id=str(next(self._ids)),
             prompt_ids=ids,
@@ -163,11 +159,13 @@ class TritonPythonModel:
             raise
 
 
-def _cpu_instances(config: dict[str, Any]) -> int:
-    return sum(group.get("count", 1) for group in config.get("instance_group", []) if group.get("kind") == "KIND_CPU")
+def _instances(config: dict[str, Any], *kinds: str) -> int:
+    """Instances of the model, of all kinds or of these; a group has `count` on each of its GPUs."""
+    groups = [group for group in config.get("instance_group", []) if not kinds or group.get("kind") in kinds]
+    return sum(group.get("count", 1) * max(1, len(group.get("gpus", []))) for group in groups)
 
 
-def _device(args: dict[str, str], cpu_instances: int) -> dict[str, Any]:
+def _device(args: dict[str, str], config: dict[str, Any]) -> dict[str, Any]:
     """Choose the device from Triton's arguments; it must be visible to torch alone, so torch must not be loaded yet."""
     kind = args["model_instance_kind"]
     if kind == "GPU":
@@ -178,4 +176,4 @@ def _device(args: dict[str, str], cpu_instances: int) -> dict[str, Any]:
 
         return {"device": "cuda" if torch.cuda.is_available() else "cpu"}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return {"device": "cpu", "cpu_share": max(1, cpu_instances)}
+    return {"device": "cpu", "cpu_share": max(1, _instances(config, "KIND_CPU"))}

@@ -24,7 +24,7 @@ from wire import Call
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 LONGEST_MESSAGE = 800  # characters of an error; it may quote what a client sent, which may be megabytes
 log = logging.getLogger("tokenstream")
-requests = logging.getLogger("tokenstream.requests")  # lines of JSON, without anything before them
+request_log = logging.getLogger("tokenstream.requests")  # lines of JSON, without anything before them
 
 
 @dataclass(slots=True)
@@ -154,8 +154,8 @@ class Replies:
         with stream.lock:
             stream.closed = True
         stream.sender.send(pb_utils.InferenceResponse(tensors, failure), FINAL)
-        if requests.isEnabledFor(logging.INFO):
-            requests.info("%s", json.dumps(self._line(stream, error, last)))
+        if request_log.isEnabledFor(logging.INFO):
+            request_log.info("%s", json.dumps(self._line(stream, error, last)))
 
     def _line(self, stream: Stream, error: Any, last: Any) -> dict[str, Any]:
         """One finished request for the log. A prompt's text is in it only if the deployer asked for that."""

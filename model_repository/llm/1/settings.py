@@ -58,7 +58,7 @@ def read_settings(config: Mapping[str, Any], **given: Any) -> tuple[Settings, En
     return settings, EngineConfig(**{key: value for key, value in values.items() if key in engine}, **given)
 
 
-def queues_itself(config: Mapping[str, Any]) -> bool:
+def model_keeps_queue(config: Mapping[str, Any]) -> bool:
     """Whether the model keeps the queue: config.pbtxt gives Triton's no policy, so Triton hands requests over at once.
 
     With any policy (size, timeout, priorities) Triton 2.51 gives out queued requests only when the instance is seen

@@ -70,11 +70,11 @@ class Call:
     outputs: frozenset[str] = frozenset()
 
 
-def read_call(request: Any, defaults: SamplingParams) -> Call:
-    """Read a Triton InferenceRequest; RequestError if anything in it cannot be honoured."""
+def read_call(request: Any, request_id: str, defaults: SamplingParams) -> Call:
+    """Read a Triton InferenceRequest, known as `request_id`; RequestError if anything in it cannot be honoured."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     parameters = json.loads(request.parameters() or "{}")
-    call = Call(request_id=request.request_id(), outputs=frozenset(request.requested_output_names()))
+    call = Call(request_id=request_id, outputs=frozenset(request.requested_output_names()))
     operation = _one(inputs, "operation", _text)
     try:
         call.operation = Operation(operation or "generate")

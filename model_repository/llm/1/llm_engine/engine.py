@@ -23,7 +23,7 @@ from .config import EngineConfig
 from .door import Door
 from .fit import fingerprint, fit
 from .loading import LoadedModel
-from .metrics import Metrics
+from .metrics import Metrics, Outcome
 from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status, Timings
 from .runner import Drawn, InFlight, Runner, is_device_lost
 from .scheduler import Chunk, Scheduler
@@ -165,7 +165,10 @@ class Engine:
             request.emitted += 1
             if ends or request.text.stopped:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.tokens) >= request.max_total else None
+        if len(request.tokens) < request.max_total:
+            return None
+        request.text.flush()
+        return FinishReason.STOP if request.text.stopped else FinishReason.LENGTH
 
     # --- the engine thread ------------------------------------------------------------------------------------------
 
@@ -192,8 +195,7 @@ class Engine:
                 in_flight = None
             self._end_turn(started, stepped=planned is not None)
         for request in list(self._door.live.values()):
-            self.metrics.failed += 1
-            self._end(request, RequestError("the engine was closed", Code.UNAVAILABLE))
+            self._end(request, "failed", RequestError("the engine was closed", Code.UNAVAILABLE))
 
     def _take_inbox(self, *, wait: bool) -> bool:
         """Handle all messages, waiting for the first one if idle; False once the engine is closed."""
@@ -206,8 +208,7 @@ class Engine:
                         return False
                     case _Cancel():
                         if request := self._door.live.get(message.request_id):
-                            self.metrics.cancelled += 1
-                            self._end(request, RequestError("the request was cancelled", Code.CANCELLED))
+                            self._end(request, "cancelled", RequestError("the request was cancelled", Code.CANCELLED))
                     case _Drain():
                         self._drain_deadline = min(self._drain_deadline, message.deadline)
                     case Request() if message.status is not Status.FINISHED:  # ended before it was read
@@ -220,19 +221,15 @@ class Engine:
         for request in list(self._door.live.values()):
             age = now - request.arrived_at
             if request.queued and self._drain_deadline < math.inf:
-                self.metrics.rejected += 1
-                self._end(request, RequestError("draining: the server is shutting down", Code.UNAVAILABLE))
+                self._end(request, "rejected", RequestError("draining: the server is shutting down", Code.UNAVAILABLE))
             elif request.queued and age > request.queue_seconds:
-                self.metrics.expired += 1
                 message = f"Request timeout expired: no seat was free within {request.queue_seconds:g} s"
-                self._end(request, RequestError(message, Code.UNAVAILABLE))
+                self._end(request, "expired", RequestError(message, Code.UNAVAILABLE))
             elif age > self.config.max_request_seconds:
-                self.metrics.expired += 1
                 message = f"the request ran longer than max_request_seconds ({self.config.max_request_seconds:g})"
-                self._end(request, RequestError(message, Code.CANCELLED))
+                self._end(request, "expired", RequestError(message, Code.CANCELLED))
             elif now > self._drain_deadline:
-                self.metrics.cancelled += 1
-                self._end(request, RequestError("draining: the server is shutting down", Code.CANCELLED))
+                self._end(request, "cancelled", RequestError("draining: the server is shutting down", Code.CANCELLED))
 
     def _must_see(self, step: InFlight) -> bool:
         """Whether the next plan needs this step's tokens on the host: a stop string may have ended a request."""
@@ -273,9 +270,8 @@ class Engine:
         """Take note of a computed chunk; return the delta of its token, if it drew one and the request lives on."""
         request = chunk.request
         if draw is not None and not draw.sound:
-            self.metrics.failed += 1
             self._pool.forget(request.blocks)
-            self._end(request, RequestError("the model computed NaN for this request", Code.INTERNAL))
+            self._end(request, "failed", RequestError("the model computed NaN for this request", Code.INTERNAL))
             return None
         self._scheduler.confirm(chunk)
         if draw is None:
@@ -284,8 +280,7 @@ class Engine:
             return self._advance(request, draw)
         except Exception as error:  # its text failed, say; its neighbours have nothing to do with it
             log.exception("request %s failed", request.id)
-            self.metrics.failed += 1
-            self._end(request, _internal("the answer failed", error))
+            self._end(request, "failed", _internal("the answer failed", error))
             return None
 
     def _advance(self, request: Request, drawn: Drawn) -> Delta:
@@ -307,6 +302,8 @@ class Engine:
             reason = FinishReason.LENGTH
         if reason is not None:
             text += request.text.flush()
+            if request.text.stopped:  # by what was held back
+                reason = FinishReason.STOP
         delta = self._delta(request, text, (drawn.token,), drawn=drawn, finish_reason=reason, first=first)
         request.emitted += 1
         if reason is not None:
@@ -351,8 +348,9 @@ class Engine:
             exact=self._loaded.exact,
         )
 
-    def _end(self, request: Request, error: RequestError) -> None:
-        """End a live request with an error delta."""
+    def _end(self, request: Request, outcome: Outcome, error: RequestError) -> None:
+        """End a live request with an error delta, and count it as `outcome`."""
+        self.metrics.count_ended(outcome)
         self._forget(request)
         delta = self._delta(request, "", (), first=False)
         _hand_out(request.emit, [replace(delta, error=error, timings=self._timings(request))])
@@ -371,8 +369,7 @@ class Engine:
         launched = [chunk.request for step in steps if step is not None for chunk in step.plan.chunks]
         for request in dict.fromkeys([*launched, *self._scheduler.running]):
             if request.status is not Status.FINISHED:
-                self.metrics.failed += 1
-                self._end(request, reason)
+                self._end(request, "failed", reason)
 
     def _end_turn(self, started: float, *, stepped: bool) -> None:
         self.heartbeat = time.monotonic()

@@ -1,19 +1,23 @@
 """What the engine counts: plain numbers, written by the engine thread and read by whoever exports them.
 
-Requests that end before they reach that thread (refused, or resumed behind their end) are counted by their submitter.
+How requests ended is counted on any thread: those that are refused never reach the engine's.
 A reader may see a step half-counted, never a torn number. This module does not know how or where they are shown.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .request import Code, FinishReason, Request, RequestError
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 TOKENS = tuple(2.0**power for power in range(16))
+
+Outcome = Literal["stopped", "limited", "cancelled", "invalid", "rejected", "failed", "expired"]
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class Metrics:
     e2e_request_latency_seconds: Histogram = field(default_factory=Histogram)
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count_token(self, request: Request, now: float) -> None:
         """Count a token drawn at `now` (monotonic seconds), before the request notes its time."""
@@ -78,12 +83,14 @@ class Metrics:
         else:
             self.inter_token_latency_seconds.observe(now - request.last_token_at)
 
+    def count_ended(self, outcome: Outcome) -> None:
+        """Count how a request ended. Any thread."""
+        with self._lock:
+            setattr(self, outcome, getattr(self, outcome) + 1)
+
     def count_refused(self, error: RequestError) -> None:
         """Count a request that was refused: for what it asks (`invalid`), or because nobody would be served."""
-        if error.code is Code.INVALID_ARG:
-            self.invalid += 1
-        else:
-            self.rejected += 1
+        self.count_ended("invalid" if error.code is Code.INVALID_ARG else "rejected")
 
     def count_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         """Count an answer that ended well at `now` (monotonic seconds); one resumed behind its end has no times."""
@@ -94,7 +101,5 @@ class Metrics:
             self.e2e_request_latency_seconds.observe(now - request.arrived_at)
             self.request_prompt_tokens.observe(request.prompt_len)
             self.request_generation_tokens.observe(request.answer_len - len(request.resume_token_ids))
-        if reason is FinishReason.STOP:  # last: whoever sees that a request has ended finds the rest counted
-            self.stopped += 1
-        else:
-            self.limited += 1
+        # Last: whoever sees that a request has ended finds the rest counted.
+        self.count_ended("stopped" if reason is FinishReason.STOP else "limited")

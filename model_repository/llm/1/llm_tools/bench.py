@@ -12,7 +12,6 @@ transformers' own in float32. It runs on CPU, and does not know Triton, clients,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -35,6 +34,7 @@ from . import accuracy, weights
 from .accuracy import TEXT
 from .gaps import GAP, WAIT_SECONDS, BenchError, Gap, longest_gap, prompt_of
 from .limits import Limits, Work, cpu_name, measure_limits
+from .lines import report, report_progress
 from .weights import Progress
 
 DECODE_ROWS = (1, 4, 16, 32)
@@ -313,13 +313,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few steps of each instead of many")
     given = parser.parse_args()
 
-    def report(**line: object) -> None:
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
-
-    def progress(stage: str, done: int, total: int | None) -> None:
-        report(stage=stage, done=done, total=total)
-
     try:
         config = EngineConfig(
             expand(given.model),
@@ -331,10 +324,10 @@ def main() -> int:
             prefix_cache=False,
             max_request_seconds=WAIT_SECONDS,
         )
-        folder = weights.prepare(config.model, progress=progress)
-        for result in bench(config, QUICK if given.quick else Effort(), progress):
+        folder = weights.prepare(config.model, progress=report_progress)
+        for result in bench(config, QUICK if given.quick else Effort(), report_progress):
             report(result=asdict(result))
-        for check in accuracy.check(config, folder, progress) if given.check else ():
+        for check in accuracy.check(config, folder, report_progress) if given.check else ():
             report(result=asdict(check))
     except (ConfigError, RequestError, RuntimeError) as error:
         report(error=(str(error).strip().splitlines() or [type(error).__name__])[0])

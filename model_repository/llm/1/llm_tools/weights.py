@@ -25,6 +25,8 @@ from pathlib import Path
 from llm_engine.config import ConfigError, cache_folder, expand
 from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
 
+from .lines import report, report_progress
+
 Progress = Callable[[str, int, int | None], None]
 
 _CONVERSION = 1  # raised when the converted files change, so that old ones are made again
@@ -231,16 +233,9 @@ def main() -> int:
     parser.add_argument("model", help="folder, .gguf file, package://NAME/FILE or Hugging Face id")
     spec = parser.parse_args().model
 
-    def report(**line: object) -> None:
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
-
-    def progress(stage: str, done: int, total: int | None) -> None:
-        report(stage=stage, done=done, total=total)
-
     try:
-        path = prepare(expand(spec), progress=progress)
-        build_kernels(cache_folder(), progress)
+        path = prepare(expand(spec), progress=report_progress)
+        build_kernels(cache_folder(), report_progress)
     except ConfigError as error:
         report(error=str(error))
         return 1
