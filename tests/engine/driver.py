@@ -114,6 +114,7 @@ class CheckedEngine(Engine):
         assert sorted(self._scheduler._seats) == list(range(self.config.max_sequences))
         assert not self._scheduler.has_work
         assert not self.live
+        assert self._door.occupancy() == {"running": 0, "waiting": 0}
 
     def _take_inbox(self, *, wait: bool) -> bool:
         assert self._begun.wait(WAIT)

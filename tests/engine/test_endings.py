@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine import driver, scripted, tiny_models
 from engine.driver import WAIT, CheckedEngine, serving
+from llm_engine import engine as engine_module
 from llm_engine.request import Code, Delta, Request, RequestError, SamplingParams
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
@@ -254,6 +256,71 @@ def test_a_request_too_old_before_it_was_read_ends_once() -> None:
         engine.begin()
         assert answer.wait().code == Code.CANCELLED
         assert answer.tokens == []
+
+
+class Clock:
+    """Stands in for the engine's `time`; a test may put it ahead."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@overlapped
+def test_a_drain_ends_queued_requests_at_once_refuses_new_ones_and_lets_live_ones_end(asynchronous: bool) -> None:
+    with serving(scripted.load(max_sequences=1), asynchronous=asynchronous, begin=False) as engine:
+        live, queued = engine.ask(PROMPT, replace(LONG, max_tokens=20)), engine.ask(PROMPT, LONG)
+        ended: list[bool] = []
+
+        def drain(turn: int) -> None:
+            if turn == 3:
+                engine.drain(WAIT)
+            if turn in (3, 4):
+                ended.append(queued.done.is_set())
+
+        engine.on_turn = drain
+        engine.begin()
+        assert queued.wait().code == Code.UNAVAILABLE
+        assert (queued.tokens, queued.request.computed) == ([], 0)
+        assert live.wait().tokens == scripted.expected(PROMPT, 20)
+        with pytest.raises(RequestError, match="draining") as refused:
+            engine.ask(PROMPT, SHORT)
+        assert refused.value.code == Code.UNAVAILABLE
+        assert ended == [False, True]
+        assert (engine.metrics.rejected, engine.metrics.cancelled, engine.metrics.limited) == (2, 0, 1)
+
+
+@overlapped
+@pytest.mark.parametrize("orders", [(100.0, 300.0), (300.0, 100.0)])
+def test_of_two_drains_the_earlier_deadline_ends_live_requests_with_cancelled(
+    orders: tuple[float, float], asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(engine_module, "time", clock)
+    with serving(scripted.load(), asynchronous=asynchronous, begin=False) as engine:
+        answers = [engine.ask(PROMPT, LONG), engine.ask(PROMPT, LONG)]
+        ended: list[bool] = []
+
+        def drain(turn: int) -> None:
+            if turn in (3, 4):
+                engine.drain(orders[turn - 3])
+            if turn == 6:
+                clock.ahead = 70.0
+            if turn == 8:
+                ended.extend(answer.done.is_set() for answer in answers)
+                clock.ahead = 130.0
+
+        engine.on_turn = drain
+        engine.begin()
+        for answer in answers:
+            assert answer.wait().code == Code.CANCELLED
+            assert answer.last.error
+            assert "draining" in answer.last.error.message
+            assert answer.tokens == scripted.expected(PROMPT, len(answer.tokens))
+        assert ended == [False, False]
+        assert (engine.metrics.cancelled, engine.metrics.rejected) == (2, 0)
 
 
 @overlapped

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from engine import driver, scripted, tiny_models
-from engine.driver import serving
+from engine.driver import CheckedEngine, serving
 from llm_engine import loading
 from llm_engine.config import ConfigError
 from llm_engine.engine import Engine
@@ -52,7 +52,7 @@ def test_a_bad_request_is_refused_with_the_field_and_nobody_notices(
         assert other.wait().tokens == scripted.expected(PROMPT, 3)
 
 
-def encoder(engine):
+def encoder(engine: CheckedEngine) -> PromptEncoder:
     return PromptEncoder(engine.tokenizer, engine.config.max_context, engine.vocab_size)
 
 

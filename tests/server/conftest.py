@@ -25,6 +25,7 @@ from tokenstream.server import ServerFailed, TritonServer, find_repository
 
 SEATS, QUEUE = 2, 2  # of a small server
 LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0.0}
+REFUSED_WITHIN = 0.15  # seconds: three times what is promised, for a machine that does other things too
 
 
 @contextmanager
@@ -125,6 +126,25 @@ class Small:
     def cached(self, prompt: list[int]) -> int:
         """Tokens of `prompt` that the server has computed for another request; asking makes it compute the rest."""
         return int(json.loads(self.wire.ask(input_ids=prompt, max_tokens=1)[-1]["timings"])["cached_tokens"])
+
+
+def assert_refused_at_once(call: Call) -> None:
+    """A full queue's refusal is all there is."""
+    (response,) = call.rest()
+    assert "Exceeds maximum queue size" in response.error
+    assert response.at - call.sent_at < REFUSED_WITHIN
+
+
+def assert_expires_in_the_queue(small: Small, unwanted: list[int], within: float) -> None:
+    """A request that may wait for a second is refused then, `within` seconds at the latest, and never computed."""
+    with small.holder() as one, small.holder() as two:
+        call = small.wire.call(infer(input_ids=unwanted, max_tokens=1, parameters={"timeout": 1_000_000}))
+        (response,) = call.rest()
+        assert "Request timeout expired" in response.error
+        assert 0.99 < response.at - call.sent_at < within
+        assert one.next()
+        assert two.next()
+    assert small.cached(unwanted) == 0
 
 
 @contextmanager

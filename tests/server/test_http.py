@@ -31,6 +31,12 @@ def test_generate_answers_once_and_as_grpc_does(web: Web, wire: Wire) -> None:
     assert page.json["num_output_tokens"] == 8
 
 
+def test_generate_without_stream_false_is_tritons_complaint_in_place_of_the_answer(web: Web) -> None:
+    page = web.post("generate", text_input=PROMPT, max_tokens=3, ignore_eos=True)
+    assert page.status == 200
+    assert page.json["error"].startswith("generate expects model to produce exactly 1 response")
+
+
 def test_generate_stream_sends_one_event_per_token(web: Web, wire: Wire) -> None:
     expected = wire.ask(text_input=PROMPT, max_tokens=8, temperature=0.0)
     page = web.post("generate_stream", text_input=PROMPT, max_tokens=8, temperature=0)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from server.conftest import copied, parameters, run_id, running
 from server.raw import Wire, infer, tokens
+from server.supervised import SHARED_MEMORY, regions
 from tokenstream.runfolder import processes
 
-SHARED_MEMORY = Path("/dev/shm")
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 REQUESTS, SLOPE = (20_000, 1024) if DEEP else (1_000, 12 * 1024)  # SLOPE is in bytes per request
 BATCH = 20  # requests between two looks
@@ -37,17 +37,13 @@ class Usage:
     shared: tuple[tuple[str, int], ...]
 
 
-def regions(run: str) -> list[Path]:
-    return sorted(SHARED_MEMORY.glob(f"tokenstream_{run}*"))
-
-
 def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def usage(server: int, stub: int, run: str) -> Usage:
     threads = len(list(Path(f"/proc/{stub}/task").iterdir()))
-    shared = tuple((region.name, region.stat().st_size) for region in regions(run))
+    shared = tuple(sorted((name, (SHARED_MEMORY / name).stat().st_size) for name in regions(run)))
     return Usage(resident(server), resident(stub), threads, shared)
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from server.conftest import copied, running
-from server.raw import WAIT, Response, Wire, infer, tokens
+from server.conftest import LONG, copied, parameters, running
+from server.raw import WAIT, Wire, infer, tokens
 from tokenstream.server import TritonServer
 
 INSTANCES = ("llm_0_0", "llm_0_1")
 SEATS = 2
-LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0.0}
 SHORT: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
 OUTCOMES = ("stop", "length", "cancelled", "invalid", "rejected", "error", "expired")
 LINE = re.compile(r"([a-z0-9_:]+)(?:\{(.*)\})? (\S+)")
@@ -75,20 +74,12 @@ class Pair:
         expected = {outcome: count + more.get(outcome, 0) for outcome, count in since.outcomes().items()}
         return self.once(lambda page: page.outcomes() == expected)
 
-    def answers(self, requests: Sequence[Any]) -> list[list[Response]]:
-        return self.wire.together(requests)
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    changes = {
-        r"^(instance_group .*)count: 1": r"\1count: 2",
-        r'(key: "vllm_metric_names" value \{ string_value: )"false"': r'\1"true"',
-        r'(key: "max_sequences" value \{ string_value: )"\d+"': rf'\1"{SEATS}"',
-    }
-    repository = copied(
-        tmp_path_factory.mktemp("pair") / "repository", {f"(?m){key}": new for key, new in changes.items()}
-    )
+    changes = parameters(vllm_metric_names=True, max_sequences=SEATS)
+    changes["KIND_CPU, count: 1"] = "KIND_CPU, count: 2"
+    repository = copied(tmp_path_factory.mktemp("pair") / "repository", changes)
     with running(repository) as server, closing(Wire(server.grpc_url)) as wire:
         yield Pair(server, wire)
 
@@ -107,7 +98,7 @@ def test_every_instance_has_every_series_from_the_start(pair: Pair) -> None:
 def test_all_counters_equal_what_the_client_counted(pair: Pair) -> None:
     before = pair.page()
     requests = [infer(input_ids=[7 + i] * (20 + i), **(SHORT | {"max_tokens": 5 + i})) for i in range(8)]
-    answers = pair.answers(requests)
+    answers = pair.wire.together(requests)
     after = pair.settled(before, length=8)
     drawn = sum(len(tokens(answer)) for answer in answers)
     prompts = sum(20 + i for i in range(8))
@@ -132,7 +123,7 @@ def test_all_counters_equal_what_the_client_counted(pair: Pair) -> None:
 
 def test_rows_are_the_tokens_that_steps_computed(pair: Pair) -> None:
     before = pair.page()
-    pair.answers([infer(input_ids=[900 + i] * 33, **SHORT) for i in range(3)])
+    pair.wire.together([infer(input_ids=[900 + i] * 33, **SHORT) for i in range(3)])
     after = pair.settled(before, length=3)
     computed = 3 * (33 + SHORT["max_tokens"] - 1)  # the last token of an answer is drawn and not computed
     assert after.total("llm_rows_per_step_sum") - before.total("llm_rows_per_step_sum") == computed

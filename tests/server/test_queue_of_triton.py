@@ -10,7 +10,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.conftest import LONG, QUEUE, SEATS, Small, ends, parameters, prompt, small_server, until
+from server.conftest import (
+    LONG,
+    QUEUE,
+    SEATS,
+    Small,
+    assert_expires_in_the_queue,
+    assert_refused_at_once,
+    ends,
+    parameters,
+    prompt,
+    small_server,
+    until,
+)
 from server.raw import WAIT, Web, infer, tokens
 from tokenstream import Overloaded
 
@@ -18,7 +30,6 @@ POLICY = (
     f"preferred_batch_size: [ 1 ] priority_levels: 3 default_priority_level: 2 default_queue_policy {{ "
     f"max_queue_size: {QUEUE} default_timeout_microseconds: 60000000 allow_timeout_override: true }}"
 )
-REFUSED_WITHIN = 0.15  # seconds: three times what is promised, for a machine that does other things too
 
 
 def pending(small: Small) -> int:
@@ -93,15 +104,7 @@ def test_cancelled_requests_leave_the_queue_when_a_seat_is_free(small: Small) ->
 
 
 def test_a_request_whose_time_runs_out_in_the_queue_is_refused_and_never_computed(small: Small) -> None:
-    late = prompt(3, 100)
-    with small.holder() as one, small.holder() as two:
-        call = small.wire.call(infer(input_ids=late, max_tokens=1, parameters={"timeout": 1_000_000}))
-        (response,) = call.rest()
-        assert "Request timeout expired" in response.error
-        assert 0.99 < response.at - call.sent_at < 2.5
-        assert one.next()
-        assert two.next()
-    assert small.cached(late) == 0
+    assert_expires_in_the_queue(small, prompt(3, 100), within=2.5)
 
 
 def test_a_full_queue_refuses_the_overflow_at_once_and_keeps_what_it_has(small: Small) -> None:
@@ -112,9 +115,7 @@ def test_a_full_queue_refuses_the_overflow_at_once_and_keeps_what_it_has(small: 
         kept = [call for call in calls if call not in refused]
         assert QUEUE <= len(kept) <= QUEUE + 1  # Triton may hold one more at its door
         for call in refused:
-            (response,) = call.rest()
-            assert "Exceeds maximum queue size" in response.error
-            assert response.at - call.sent_at < REFUSED_WITHIN
+            assert_refused_at_once(call)
         with pytest.raises(Overloaded):
             small.client.generate("One more", max_tokens=1)
         assert Web(small.server.http_url.removeprefix("http://")).post("generate", text_input="One more").status == 503

@@ -1,8 +1,11 @@
-"""Fixtures of more than one module here: a scripted server with its client, and one thread for torch."""
+"""Fixtures of more than one module here: a scripted server with its client, Triton's module, one thread for torch."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +30,22 @@ def serve() -> Iterator[Serve]:
     yield start
     for one in open_now:
         one.close()
+
+
+@pytest.fixture
+def replies(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The adapter's module `replies`, over a stand-in for the one that only a stub process has."""
+    error = type("TritonError", (), {"INTERNAL": 1, "__init__": lambda self, text, code: setattr(self, "text", text)})
+    backend = SimpleNamespace(
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+        TritonError=error,
+        InferenceResponse=lambda tensors, failure=None: SimpleNamespace(tensors=tensors, error=failure),
+        Tensor=lambda name, array: (name, array),
+    )
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    for name in ("replies", "watcher", "model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("replies")
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
-"""The Triton adapter's sender, over a stand-in for the module that only a stub process has."""
+"""The Triton adapter: what its sender sends, and when the model is ready."""
 
 from __future__ import annotations
 
 import importlib
-import sys
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,21 +23,6 @@ class Sender:
             self.broken = None
             raise OSError("no room")
         self.sent.append((response, flags))
-
-
-@pytest.fixture
-def replies(monkeypatch: pytest.MonkeyPatch) -> Any:
-    error = type("TritonError", (), {"INTERNAL": 1, "__init__": lambda self, text, code: setattr(self, "text", text)})
-    backend = SimpleNamespace(
-        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
-        TritonError=error,
-        InferenceResponse=lambda tensors, failure=None: SimpleNamespace(tensors=tensors, error=failure),
-        Tensor=lambda name, array: (name, array),
-    )
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    for name in ("replies", "watcher", "model"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("replies")
 
 
 def answered(replies: Any, broken: dict[str, int]) -> tuple[dict[str, Sender], list[str]]:
@@ -82,23 +65,3 @@ def test_a_model_is_ready_unless_it_stalls_drains_or_has_lost_its_device(replies
     adapter._engine = SimpleNamespace(stalled=trouble == "stalled", device_lost=trouble == "device_lost")
     adapter._watcher = SimpleNamespace(draining=trouble == "draining")
     assert adapter.is_ready() == (trouble is None)
-
-
-def test_a_lost_device_ends_the_process_behind_the_errors(replies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = threading.Event()
-    codes: list[int] = []
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        watched._stopping.set()
-        left.set()
-
-    watcher = importlib.import_module("watcher")
-    monkeypatch.setattr(watcher.os, "_exit", leave)
-    monkeypatch.setattr(watcher, "LEAVE_SECONDS", 0.1)
-    engine = SimpleNamespace(device_lost=True, stalled=False)
-    watched = watcher.Watcher(engine, SimpleNamespace(streams={}), "llm_0_0", None, None)
-    watched.start()
-    assert left.wait(10)
-    watched.stop()
-    assert codes[0] == 70

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -105,6 +106,8 @@ class Watcher:
             if order == self._drain_order:
                 return
             seconds = float(json.loads(order)["seconds"])
+            if math.isnan(seconds):  # it would be before no moment, and behind none
+                return
         except (OSError, ValueError, KeyError, TypeError):
             return
         self._drain_order = order

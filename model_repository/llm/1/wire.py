@@ -236,7 +236,7 @@ def _timeout(microseconds: Any) -> float:
         return math.inf
     try:
         value = int(microseconds)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, TypeError):
         value = -1
     if value < 0 or isinstance(microseconds, bool | float):
         raise RequestError(f"timeout must be a whole number of microseconds, got {microseconds!r}")

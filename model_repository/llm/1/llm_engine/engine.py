@@ -244,6 +244,7 @@ class Engine:
                 self._door.seated(request)
                 self.metrics.prefix_query_tokens += len(request.tokens)
                 self.metrics.prefix_hit_tokens += request.cached_tokens
+        for request in plan.admitted:  # only now, for it may fail, and the door must know of all that were seated
             self._runner.admit(request)
         if not plan.chunks:
             return None
