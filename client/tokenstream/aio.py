@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
+
+import grpc
 
 from . import protocol
 from .asynchronous import AsyncBell, AsyncConnection
-from .base import BaseClient, Opener
+from .base import BaseClient
 from .params import Options
 from .results import Chunk, Completion, ModelStatus, ServerInfo
 from .stream import AnswerView
-from .transport import Bell
 
 
 class AsyncTokenStream(AnswerView):
@@ -127,8 +128,10 @@ class AsyncClient(BaseClient):
         """Return as soon as the model is ready; NotReady if it is not within `timeout` seconds."""
         await self._lines.wait_until_ready(self.model, self.timeout, timeout)
 
-    def _opener(self) -> Opener:
-        return AsyncConnection
+    def _new_connection(
+        self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None
+    ) -> AsyncConnection:
+        return AsyncConnection(url, options, credentials)
 
-    def _bell(self) -> Bell:
+    def _bell(self) -> AsyncBell:
         return AsyncBell()

@@ -71,9 +71,7 @@ class AsyncCall:
 class AsyncConnection:
     """A channel of gRPC's, shared by all tasks of one event loop."""
 
-    def __init__(
-        self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None = None
-    ) -> None:
+    def __init__(self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._ending: set[Any] = set()
         if credentials is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -22,14 +23,12 @@ from .lines import Lines
 from .params import DEFAULT_URL, Options, Resume, draw_seed, sampling_json
 from .pursuit import Pursuit, Travel
 from .results import ModelStatus
-from .security import TLS, Headers, Passport
+from .security import TLS, Headers, Passport, trace_headers
 from .timeouts import Timeout
 from .transport import Bell, Connection, channel_options
 
-Opener = Callable[[str, list[tuple[str, Any]], grpc.ChannelCredentials | None], Connection]
 
-
-class BaseClient:
+class BaseClient(ABC):
     """Talks to one model of one Triton server, or of several that serve the same one."""
 
     def __init__(
@@ -66,8 +65,7 @@ class BaseClient:
         self.url = ",".join(urls)
         self.model = model
         self.timeout = timeout or Timeout()
-        self._travel = Travel(self.timeout, {}, None, None, retries, resume, max_resumes)
-        self._tls = tls
+        self._travel = Travel(self.timeout, {}, retries, resume, max_resumes)
         self._pem = None if tls is None else tls.read()
         self._channel_options = channel_options(keepalive, self.timeout.connect, tls.server_name if tls else None)
         passport = Passport(
@@ -75,15 +73,19 @@ class BaseClient:
         )
         self._lines = Lines(Endpoints(urls), passport, self._connect, self._bell)
 
-    def _opener(self) -> Opener:
-        raise NotImplementedError
+    @abstractmethod
+    def _new_connection(
+        self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None
+    ) -> Connection:
+        """A new connection to `url`; gRPC's `options`, and no encryption without `credentials`."""
 
+    @abstractmethod
     def _bell(self) -> Bell:
-        raise NotImplementedError
+        """What a request pauses with."""
 
     def _connect(self, url: str) -> Connection:
         credentials = None if self._pem is None else grpc.ssl_channel_credentials(*self._pem)
-        return self._opener()(url, self._channel_options, credentials)
+        return self._new_connection(url, self._channel_options, credentials)
 
     def _pursue(self, prompt: protocol.Prompt, options: Options) -> Pursuit:
         """A request that can be sent. TypeError for an unknown keyword; ValueError for one that cannot be meant."""
@@ -106,18 +108,17 @@ class BaseClient:
 
     def _travel_of(self, options: Options) -> Travel:
         default = self._travel
+        headers = dict(options.get("headers") or {})
+        headers |= trace_headers(options.get("traceparent"), options.get("tracestate"))
+        self._lines.passport.check(headers)
         retries, resume, most = options.get("retries"), options.get("resume"), options.get("max_resumes")
-        travel = Travel(
+        return Travel(
             options.get("timeout") or default.clocks,
-            dict(options.get("headers") or {}),
-            options.get("traceparent"),
-            options.get("tracestate"),
+            headers,
             default.retries if retries is None else retries,
             default.resume if resume is None else resume,
             default.max_resumes if most is None else most,
         )
-        self._lines.passport.metadata(travel.metadata())
-        return travel
 
     async def _operate(
         self, operation: str, *, text: str | None = None, input_ids: Sequence[int] | None = None

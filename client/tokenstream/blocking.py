@@ -38,7 +38,7 @@ class BlockingCall:
     async def receive(self, limit: float | None) -> Arrival:
         """The next arrival; Late after `limit` seconds."""
         try:
-            return self._arrivals.get(timeout=None if limit is None else max(0.0, limit))
+            return self._arrivals.get(timeout=limit)
         except Empty:
             raise Late from None
 
@@ -53,9 +53,7 @@ class BlockingCall:
 class BlockingConnection:
     """A channel of gRPC's, shared by all threads."""
 
-    def __init__(
-        self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None = None
-    ) -> None:
+    def __init__(self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None) -> None:
         if credentials is None:
             self._channel = grpc.insecure_channel(url, options=options)
         else:

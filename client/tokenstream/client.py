@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
+
+import grpc
 
 from . import protocol
-from .base import BaseClient, Opener
+from .base import BaseClient
 from .blocking import BlockingBell, BlockingConnection
 from .params import Options
 from .results import Completion, ModelStatus, ServerInfo
 from .stream import TokenStream
-from .transport import Bell, run
+from .transport import run
 
 
 class Client(BaseClient):
@@ -91,8 +93,10 @@ class Client(BaseClient):
         """Return as soon as the model is ready; NotReady if it is not within `timeout` seconds."""
         run(self._lines.wait_until_ready(self.model, self.timeout, timeout))
 
-    def _opener(self) -> Opener:
-        return BlockingConnection
+    def _new_connection(
+        self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None
+    ) -> BlockingConnection:
+        return BlockingConnection(url, options, credentials)
 
-    def _bell(self) -> Bell:
+    def _bell(self) -> BlockingBell:
         return BlockingBell()

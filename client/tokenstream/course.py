@@ -13,21 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 
-from .errors import (
-    ConnectionFailed,
-    ConnectTimeout,
-    Draining,
-    FirstTokenTimeout,
-    IdleTimeout,
-    IncompleteStream,
-    InternalError,
-    ModelNotFound,
-    NotReady,
-    Overloaded,
-    ResumeMismatch,
-    ServerError,
-    TokenstreamError,
-)
+from . import errors
 
 _ASIDE_SECONDS = 10.0
 _ASIDE_FULL_SECONDS = 1.0
@@ -44,19 +30,26 @@ class Verdict(Enum):
     AGAIN = "again"  # it may be otherwise in a moment, here too
 
 
-_PASSES = (ConnectionFailed, ConnectTimeout, IncompleteStream, Overloaded, NotReady, Draining)
+_PASSES = (
+    errors.ConnectionFailed,
+    errors.ConnectTimeout,
+    errors.IncompleteStream,
+    errors.Overloaded,
+    errors.NotReady,
+    errors.Draining,
+)
 # Who waits in a queue only loses the place by asking again. A model may be unknown because its server is shutting down.
-_STAYS = (FirstTokenTimeout, IdleTimeout, ResumeMismatch, ModelNotFound)
+_STAYS = (errors.FirstTokenTimeout, errors.IdleTimeout, errors.ResumeMismatch, errors.ModelNotFound)
 
 
-def judge(error: TokenstreamError) -> Verdict:
+def judge(error: errors.TokenstreamError) -> Verdict:
     """Whether asking again can help. Asking is always safe: the seed is fixed, and nothing is remembered of a request.
 
     An InternalError without a code is an answer that we do not understand; one with a code is a step that failed.
     """
     if isinstance(error, _STAYS):
         return Verdict.ELSEWHERE
-    if isinstance(error, _PASSES) or (isinstance(error, InternalError) and error.code):
+    if isinstance(error, _PASSES) or (isinstance(error, errors.InternalError) and error.code):
         return Verdict.AGAIN
     return Verdict.STOP
 
@@ -131,14 +124,14 @@ class Course:
         self.endpoint = ""
         self._begin_round()
 
-    async def after(self, error: TokenstreamError) -> None:
+    async def after(self, error: errors.TokenstreamError) -> None:
         """Turn to the next endpoint, behind a pause if all have had their turn. Raises `error` if that is no use."""
         verdict = judge(error)
         if verdict is Verdict.STOP:
             raise error
-        asked = error.retry_after if isinstance(error, ServerError) else None
-        if not isinstance(error, ResumeMismatch):  # others it may serve well
-            rest = _ASIDE_FULL_SECONDS if isinstance(error, Overloaded) else _ASIDE_SECONDS
+        asked = error.retry_after if isinstance(error, errors.ServerError) else None
+        if not isinstance(error, errors.ResumeMismatch):  # others it may serve well
+            rest = _ASIDE_FULL_SECONDS if isinstance(error, errors.Overloaded) else _ASIDE_SECONDS
             self._endpoints.set_aside(self.endpoint, rest if asked is None else asked)
         if verdict is Verdict.AGAIN:
             self._waits.append(asked or 0.0)
@@ -153,7 +146,7 @@ class Course:
         self._waits = []
         self.endpoint = self._left.pop(0)
 
-    async def _rest(self, error: TokenstreamError) -> None:
+    async def _rest(self, error: errors.TokenstreamError) -> None:
         if not self._waits or self._round >= self._retries:
             raise error
         wait = pause_before(self._round, min(self._waits))

@@ -169,12 +169,12 @@ def from_server(message: str) -> ServerError:
             key, _, value = part.partition("=")
             request_id = value if key == "request" else request_id
             code = value if key == "code" else code
-            retry_after = seconds(value) if key == "retry_after" else retry_after
+            retry_after = read_seconds(value) if key == "retry_after" else retry_after
     kind = _kind(text, code)
     return kind(text or "the server gave no reason", request_id=request_id, code=code, retry_after=retry_after)
 
 
-def seconds(text: str) -> float | None:
+def read_seconds(text: str) -> float | None:
     """A waiting time as a server or proxy writes it; None if it is no number from 0 up."""
     try:
         value = float(text)

@@ -26,7 +26,7 @@ from .errors import (
 from .protocol import Reply, parse
 from .security import Passport
 from .timeouts import Timeout
-from .transport import Bell, Connection, Failed, Status
+from .transport import Bell, Connection, Failed, Status, settle
 
 _POLL_FIRST, _POLL_MOST = 0.05, 1.0  # seconds between questions for readiness, doubling from the first to the most
 T = TypeVar("T")
@@ -101,6 +101,8 @@ class Lines:
             answer = None
             try:
                 while (arrival := await call.receive(None)).response is not None:
+                    if arrival.response.error_message:
+                        await settle(call)
                     reply = parse(arrival.response)
                     answer = reply if reply.data else answer
             finally:

@@ -64,7 +64,7 @@ class Options(Sampling, total=False):
 
 Resume = bool | Literal["best_effort"]
 SAMPLING_NAMES = frozenset(Sampling.__annotations__)
-_OPTION_NAMES = frozenset(Options.__annotations__) - SAMPLING_NAMES
+_OPTION_NAMES = frozenset(Options.__annotations__)
 
 
 def draw_seed() -> int:
@@ -78,7 +78,7 @@ def sampling_json(options: Options, seed: int) -> str:
     A seed is always sent: an answer whose seed only the server knows could not be resumed on another one.
     Raises TypeError naming an unknown keyword or a value that JSON cannot hold, InvalidRequest for NaN and infinity.
     """
-    if unknown := sorted(set(options) - SAMPLING_NAMES - _OPTION_NAMES):
+    if unknown := sorted(set(options) - _OPTION_NAMES):
         raise TypeError(f"{unknown[0]!r} is no sampling parameter; known ones are {', '.join(sorted(SAMPLING_NAMES))}")
     given = {name: value for name, value in options.items() if name in SAMPLING_NAMES and value is not None}
     for name, value in given.items():

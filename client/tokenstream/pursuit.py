@@ -31,39 +31,30 @@ from .lines import Lines, meaning
 from .params import Resume
 from .protocol import Begun, Question, generate_request
 from .results import Chunk
-from .security import trace_headers
 from .timeouts import Timeout
-from .transport import Arrival, Bell, Call, Failed, Late
+from .transport import Arrival, Bell, Call, Failed, Late, settle
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-_END_SECONDS = 1.0  # within which a stream should end that was refused and closed on our side
 
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """How a request travels: its clocks, its own metadata, and what is done about failures."""
+    """How a request travels: its clocks, its own headers, and what is done about failures."""
 
     clocks: Timeout
     headers: dict[str, str]
-    traceparent: str | None
-    tracestate: str | None
     retries: int
     resume: Resume
     max_resumes: int
 
     def __post_init__(self) -> None:
-        """Refuse counts below 0, an unknown `resume` and malformed trace context: ValueError naming it."""
+        """Refuse counts below 0 and an unknown `resume`: ValueError naming it."""
         for name in ("retries", "max_resumes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.resume not in (True, False, "best_effort"):
             raise ValueError(f'resume must be True, False or "best_effort", got {self.resume!r}')
-        self.metadata()
-
-    def metadata(self) -> dict[str, str]:
-        """Headers of this request alone."""
-        return self.headers | trace_headers(self.traceparent, self.tracestate)
 
 
 class Pursuit:
@@ -109,7 +100,7 @@ class Pursuit:
             chunk = await self._ending(self._advance())
             if chunk is not None:
                 return chunk
-        await self.settle()
+        await self._settle()
         return None
 
     def cancel(self) -> None:
@@ -123,23 +114,14 @@ class Pursuit:
     async def leave(self) -> None:
         """End in order: cancel what has not ended."""
         if self.answer.final:
-            await self.settle()
+            await self._settle()
         self.cancel()
 
-    async def settle(self) -> None:
-        """Wait for the RPC to end by itself behind the last response.
-
-        One that is cancelled at this point, by hanging up say, can pin the model: 2.51 then cannot stop in order.
-        """
-        if self._settled or self._call is None:
-            return
-        self._settled = True
-        end = time.monotonic() + _END_SECONDS
-        try:
-            while (await self._call.receive(end - time.monotonic())).response is not None:
-                pass
-        except Late:
-            self._call.cancel()
+    async def _settle(self) -> None:
+        """Let the RPC end by itself behind the last response."""
+        if not self._settled and self._call is not None:
+            self._settled = True
+            await settle(self._call)
 
     async def _ending(self, step: Awaitable[T]) -> T:
         """Take a step. Whatever it raises ends the pursuit and its call, even if it is a task's cancellation."""
@@ -191,7 +173,7 @@ class Pursuit:
         self.answer.sent_at = self.answer.sent_at or self._sent_at
         self._flowing = self._settled = False
         self._call = await connection.open(
-            request, deadline=left, metadata=self._lines.passport.stamp(self._travel.metadata())
+            request, deadline=left, metadata=self._lines.passport.stamp(self._travel.headers)
         )
 
     async def _take(self, arrival: Arrival) -> Chunk | None:
@@ -207,7 +189,7 @@ class Pursuit:
             self.answer.end()
             return None
         if arrival.response.error_message:
-            await self.settle()
+            await self._settle()
         chunk = self.answer.feed(arrival.response, arrival.at)
         if chunk is not None and not self._flowing:
             self._flowing = True

@@ -58,19 +58,19 @@ class Passport:
         self._exposed = [] if encrypted or allow_insecure else [url for url in urls if not is_local(url)]
         self._token = {} if token is None else {"authorization": f"Bearer {token}"}
         self._headers: Headers = {} if headers is None else headers
-        self.metadata({} if callable(self._headers) else self._headers)
+        self.check(self._token | ({} if callable(self._headers) else dict(self._headers)))
 
     def stamp(self, more: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
         """The metadata of one request; `more` is its own and goes over the client's."""
-        headers = self._headers() if callable(self._headers) else self._headers
-        return self.metadata({**headers, **{name.lower(): value for name, value in more.items()}})
+        given = self._headers() if callable(self._headers) else self._headers
+        headers = {name.lower(): value for part in (self._token, given, more) for name, value in part.items()}
+        self.check(headers)
+        return tuple(headers.items())
 
-    def metadata(self, headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-        """`headers` and the token as gRPC wants them."""
-        lowered = self._token | {name.lower(): value for name, value in headers.items()}
-        for name, value in lowered.items():
-            self._check(name, value)
-        return tuple(lowered.items())
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise ValueError for a header that cannot or must not be sent."""
+        for name, value in headers.items():
+            self._check(name.lower(), value)
 
     def _check(self, name: str, value: str) -> None:
         if not _NAME.fullmatch(name) or name.startswith("grpc-") or name.endswith("-bin"):

@@ -21,7 +21,7 @@ class AnswerView:
     def __init__(self, pursuit: Pursuit) -> None:
         self._pursuit = pursuit
         self._answer = pursuit.answer
-        self._abandon = weakref.finalize(self, pursuit.cancel)  # which does not know this object: it can be collected
+        weakref.finalize(self, pursuit.cancel)  # which does not know this object: it can be collected
 
     def cancel(self) -> None:
         """Stop the answer on the server; iterating then raises Cancelled. No effect once the answer has ended."""

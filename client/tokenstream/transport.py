@@ -7,15 +7,18 @@ know requests, answers or why a connection is wanted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from .errors import seconds
+from .errors import read_seconds
 
+_END_SECONDS = 1.0  # within which an RPC should end that is closed on our side and has had its last response
 Metadata = Sequence[tuple[str, str]]
 T = TypeVar("T")
 
@@ -58,7 +61,7 @@ class Call(Protocol):
     """
 
     async def receive(self, limit: float | None) -> Arrival:
-        """The next arrival; Late after `limit` seconds (None: never)."""
+        """The next arrival; Late after `limit` seconds, 0 or more (None: never)."""
 
     def release(self) -> None:
         """The last response has come: let the RPC end by itself, even if nobody reads on."""
@@ -104,6 +107,19 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a blocking connection has suspended")
 
 
+async def settle(call: Call) -> None:
+    """Wait for an RPC to end by itself behind its last response; cancel it if it does not.
+
+    One that is cancelled at this point, by hanging up say, can pin the model: 2.51 then cannot stop in order.
+    """
+    end = time.monotonic() + _END_SECONDS
+    with suppress(Late):
+        while (left := end - time.monotonic()) > 0:
+            if (await call.receive(left)).response is None:
+                return
+    call.cancel()
+
+
 def channel_options(keepalive: float | None, connect: float | None, server_name: str | None) -> list[tuple[str, Any]]:
     """gRPC's options: quick reconnecting, and pings every `keepalive` seconds of silence while an answer is awaited."""
     options: list[tuple[str, Any]] = [
@@ -130,6 +146,6 @@ def status_of(error: grpc.RpcError) -> Status:
         wait / unit
         for key, value in error.trailing_metadata() or ()
         for name, unit in (("retry-after", 1.0), ("retry-after-ms", 1e3), ("grpc-retry-pushback-ms", 1e3))
-        if key == name and isinstance(value, str) and (wait := seconds(value)) is not None
+        if key == name and isinstance(value, str) and (wait := read_seconds(value)) is not None
     ]
     return Status(error.code().name, error.details() or "", max(waits, default=None))

@@ -27,8 +27,8 @@ def talk(server: TritonServer, conversation: Talk, **options: Any) -> Any:
         async with AsyncClient(server.grpc_url, **options) as client:
             result = await conversation(client)
         async with asyncio.timeout(5):
-            while len(asyncio.all_tasks()) > 1:
-                await asyncio.sleep(0.01)
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others)
         return result
 
     return asyncio.run(main())

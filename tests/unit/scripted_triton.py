@@ -35,7 +35,6 @@ class ScriptedCall:
 
 
 Script = Callable[[pb.ModelInferRequest, ScriptedCall], Iterator[pb.ModelStreamInferResponse | bytes]]
-Cut = Script
 
 
 class ScriptedTriton:
@@ -160,10 +159,11 @@ def inputs(request: pb.ModelInferRequest) -> dict[str, object]:
     return values
 
 
-def resumable(*words: str, fingerprint: str = "print", cut: Cut | None = None, at: int = -1) -> Script:
-    """A script that sends `words`, one token each, from where a request's answer stands, and refuses another print.
+def answer(*words: str, fingerprint: str = "print", cut: Script | None = None, at: int = -1) -> Script:
+    """A script that sends `words`, one token each, and ends with `stop`.
 
-    A fresh answer is cut by `cut` when its token `at` is due; one that goes on is not.
+    It goes on from where a request's answer stands, and refuses another print. A fresh answer is cut by `cut` when its
+    token `at` is due; one that goes on is not.
     """
 
     def script(request: pb.ModelInferRequest, call: ScriptedCall) -> Iterator[pb.ModelStreamInferResponse | bytes]:
@@ -182,17 +182,5 @@ def resumable(*words: str, fingerprint: str = "print", cut: Cut | None = None, a
             first = {"fingerprint": fingerprint, "num_input_tokens": 7} if index == len(begun) else {}
             reason = "stop" if last else ""
             yield token(index, words[index], 100 + index, final=last, finish_reason=reason, **first)
-
-    return script
-
-
-def answer(*words: str) -> Script:
-    """A script that sends `words`, one token each, and ends with `stop`."""
-
-    def script(request: pb.ModelInferRequest, call: ScriptedCall) -> Iterator[pb.ModelStreamInferResponse]:
-        for index, word in enumerate(words):
-            last = index == len(words) - 1
-            first = {"fingerprint": "print", "num_input_tokens": 7} if index == 0 else {}
-            yield token(index, word, 100 + index, final=last, finish_reason="stop" if last else "", **first)
 
     return script

@@ -49,11 +49,9 @@ def talk(script: Script, conversation: Talk, *, workers: int = 8, **options: Any
 
 async def settled(expected: set[Any]) -> None:
     """Let tasks end that are about to; none but `expected` may stay."""
-    for _ in range(100):
-        if asyncio.all_tasks() <= expected:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"tasks were left: {asyncio.all_tasks() - expected}")
+    async with asyncio.timeout(1):
+        while others := asyncio.all_tasks() - expected:
+            await asyncio.wait(others)
 
 
 async def over(server: ScriptedTriton, number: int = 0) -> bool:

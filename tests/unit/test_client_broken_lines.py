@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tokenstream import Cancelled, Client, FirstTokenTimeout, IdleTimeout, Timeout
-from unit.scripted_triton import WAIT, ScriptedTriton, failure, inputs, resumable, token
+from unit.scripted_triton import WAIT, ScriptedTriton, answer, failure, inputs, token
 
 WORDS = ("a", "b", "c", "d")
 
@@ -66,7 +66,7 @@ def line() -> Iterator[Line]:
 
     def script(request, call) -> Iterator:
         if inputs(request).get("resume_token_ids"):
-            yield from resumable(*WORDS)(request, call)
+            yield from answer(*WORDS)(request, call)
             return
         yield token(0, "a", 100, fingerprint="print")
         yield token(1, "b", 101)
@@ -93,7 +93,7 @@ def test_a_line_that_is_cut_is_made_anew_and_the_answer_goes_on(line):
 
 
 def test_a_line_that_falls_silent_is_left_for_another_endpoint(line):
-    other = ScriptedTriton(resumable(*WORDS))
+    other = ScriptedTriton(answer(*WORDS))
     clocks = Timeout(connect=0.3, first_token=0.3, idle=0.2)
     with Client([line.url, other.url], timeout=clocks) as client:
         begun, stream = begin(client)
@@ -130,7 +130,7 @@ def test_cancel_ends_the_pause_before_another_attempt(serve):
 def test_a_resumed_answer_that_no_longer_comes_says_what_cut_it(serve):
     def script(request, call) -> Iterator:
         if "resume_token_ids" not in inputs(request):
-            yield from itertools.islice(resumable(*WORDS)(request, call), 2)
+            yield from itertools.islice(answer(*WORDS)(request, call), 2)
         call.over.wait(WAIT)
 
     server, client = serve(script, timeout=Timeout(first_token=0.1, idle=0.1))

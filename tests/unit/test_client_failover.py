@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tokenstream import failover
 from tokenstream.commands import app
-from unit.scripted_triton import WAIT, Script, ScriptedTriton, inputs, resumable
+from unit.scripted_triton import WAIT, Script, ScriptedTriton, answer, inputs
 
 WORDS = tuple(f"word{number} " for number in range(failover.KILL_AT + 8))
 
@@ -31,7 +31,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield
 
     def run(second: Script) -> Any:
-        scripts = [resumable(*WORDS, cut=cut, at=failover.KILL_AT), second]
+        scripts = [answer(*WORDS, cut=cut, at=failover.KILL_AT), second]
 
         class Pretended:
             pid = 4711
@@ -57,7 +57,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_the_same_answer_is_shown_with_its_break_and_ends_with_0(rehearsed: Any) -> None:
-    result = rehearsed(resumable(*WORDS))
+    result = rehearsed(answer(*WORDS))
     assert result.exit_code == 0
     asked, begun, kill, resumed, rest, verdict = result.stdout.splitlines()
     assert begun + rest == "".join(WORDS)
@@ -69,7 +69,7 @@ def test_the_same_answer_is_shown_with_its_break_and_ends_with_0(rehearsed: Any)
 def test_another_answer_is_told_apart_and_ends_with_1(rehearsed: Any) -> None:
     def second(request: Any, call: Any) -> Iterator:
         words = WORDS if "resume_token_ids" in inputs(request) else (*WORDS[:-1], "end")
-        yield from resumable(*words)(request, call)
+        yield from answer(*words)(request, call)
 
     result = rehearsed(second)
     assert result.exit_code == 1

@@ -23,14 +23,14 @@ from tokenstream import (
     ResumeMismatch,
     Timeout,
 )
-from unit.scripted_triton import WAIT, Cut, ScriptedTriton, failure, final_mark, inputs, resumable, token
+from unit.scripted_triton import WAIT, Script, ScriptedTriton, answer, failure, final_mark, inputs, token
 
 # Two tokens hold their text back, and two give more than their own: as bytes of one character, or a possible stop, do.
 WORDS = ("Once", "", " upon a", " time", "", "", ", …", ".")
 IDS = tuple(100 + index for index in range(len(WORDS)))
 
 
-def error(text: str) -> Cut:
+def error(text: str) -> Script:
     def cut(request, call) -> Iterator:
         yield failure(f"{text} [request={request.id} tokens=0 code={code}]" if (code := CODES.get(text)) else text)
 
@@ -40,7 +40,7 @@ def error(text: str) -> Cut:
 CODES = {"draining: the server is shutting down": "CANCELLED", "a step failed": "INTERNAL"}
 
 
-def status(code: grpc.StatusCode, text: str) -> Cut:
+def status(code: grpc.StatusCode, text: str) -> Script:
     def cut(request, call) -> Iterator:
         call.context.abort(code, text)
         yield
@@ -61,7 +61,7 @@ def clean(request, call) -> Iterator:
     yield from ()
 
 
-CUTS: dict[str, Cut] = {
+CUTS: dict[str, Script] = {
     "cut connection": status(grpc.StatusCode.UNAVAILABLE, "Socket closed"),
     "reset by a proxy": status(grpc.StatusCode.CANCELLED, "RST_STREAM closed stream"),
     "reset": status(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
@@ -80,9 +80,9 @@ CLOCKS = Timeout(first_token=0.3, idle=0.05)
 class Pair:
     """Two servers; the first one cuts fresh answers."""
 
-    def __init__(self, cut: Cut, at: int, *, second: Callable[..., Iterator] | None = None) -> None:
-        self.first = ScriptedTriton(resumable(*WORDS, cut=cut, at=at))
-        self.second = ScriptedTriton(second or resumable(*WORDS))
+    def __init__(self, cut: Script, at: int, *, second: Callable[..., Iterator] | None = None) -> None:
+        self.first = ScriptedTriton(answer(*WORDS, cut=cut, at=at))
+        self.second = ScriptedTriton(second or answer(*WORDS))
 
     def __enter__(self) -> Pair:
         return self
@@ -167,9 +167,8 @@ def test_without_resume_the_break_is_raised_with_what_had_come(reader):
 
 @pytest.mark.parametrize("reader", [read, read_async])
 def test_a_server_of_another_fingerprint_goes_on_only_at_best_effort(reader):
-    with Pair(CUTS["drain"], 3, second=resumable(*WORDS, fingerprint="other")) as servers:
+    with Pair(CUTS["drain"], 3, second=answer(*WORDS, fingerprint="other")) as servers:
         urls = [servers.first.url, servers.second.url]
-        servers.first.script = resumable(*WORDS, cut=CUTS["drain"], at=3)
         chunks, resumes = reader(urls, resume="best_effort")
         assert ([chunk.text for chunk in chunks], resumes) == (list(WORDS), 1)
         # The first one is the only one that may go on; it does, when the second has refused.
@@ -181,7 +180,7 @@ def test_a_server_of_another_fingerprint_goes_on_only_at_best_effort(reader):
 @pytest.mark.parametrize("reader", [read, read_async])
 def test_where_nobody_has_the_same_fingerprint_the_answer_stays_incomplete(reader):
     def changed(request, call) -> Iterator:
-        servers.first.script = resumable(*WORDS, fingerprint="new weights")
+        servers.first.script = answer(*WORDS, fingerprint="new weights")
         yield from CUTS["cut connection"](request, call)
 
     with Pair(changed, 3) as servers:
@@ -239,7 +238,7 @@ def test_any_number_of_cuts_of_any_kind_among_three_servers_does_not_show(seed):
 
     def script(request, call) -> Iterator:
         begun = len(inputs(request).get("resume_token_ids", []))
-        whole = resumable(*WORDS)(request, call)
+        whole = answer(*WORDS)(request, call)
         stay = draw.randint(1, 3)
         yield from itertools.islice(whole, stay)
         if begun + stay < len(WORDS):
@@ -259,7 +258,7 @@ def test_the_break_is_raised_when_nobody_goes_on_and_says_what_was_tried(serve):
         if "resume_token_ids" in inputs(request):
             yield failure("Exceeds maximum queue size")
         else:
-            yield from resumable(*WORDS, cut=CUTS["cut connection"], at=3)(request, call)
+            yield from answer(*WORDS, cut=CUTS["cut connection"], at=3)(request, call)
 
     server, client = serve(script)
     with pytest.raises(IncompleteStream, match="socket closed") as caught:
@@ -274,7 +273,7 @@ def test_what_would_end_the_same_everywhere_is_not_taken_up(serve, code):
     def cut(request, call) -> Iterator:
         yield failure(f"it ran longer than it may [request=r tokens=3 code={code}]")
 
-    server, client = serve(resumable(*WORDS, cut=cut, at=3))
+    server, client = serve(answer(*WORDS, cut=cut, at=3))
     with pytest.raises(Exception, match="longer than it may") as caught:
         client.generate("x")
     assert caught.value.text == "Once upon a"
@@ -286,7 +285,7 @@ def test_nonsense_in_mid_answer_is_not_taken_up(serve):
         yield token(7, "?", 1)
         call.over.wait(WAIT)
 
-    server, client = serve(resumable(*WORDS, cut=cut, at=3))
+    server, client = serve(answer(*WORDS, cut=cut, at=3))
     with pytest.raises(InternalError, match="token 7 where token 3 was due"):
         client.generate("x")
     assert server.calls[0].over.wait(WAIT)
@@ -305,7 +304,7 @@ def test_an_answer_whose_last_word_has_come_needs_no_mark(serve):
 
 
 def test_a_cancelled_stream_is_not_taken_up(serve):
-    server, client = serve(resumable(*WORDS, cut=CUTS["silence"], at=3))
+    server, client = serve(answer(*WORDS, cut=CUTS["silence"], at=3))
     stream = client.stream("x")
     assert [next(stream).index for _ in range(3)] == [0, 1, 2]
     stream.cancel()
@@ -316,7 +315,7 @@ def test_a_cancelled_stream_is_not_taken_up(serve):
 
 
 def test_usage_counts_every_token_once(serve):
-    _, client = serve(resumable(*WORDS, cut=CUTS["drain"], at=5))
+    _, client = serve(answer(*WORDS, cut=CUTS["drain"], at=5))
     completion = client.generate("x")
     assert (completion.usage.input_tokens, completion.usage.output_tokens) == (7, len(WORDS))
     assert len(completion.stats.gaps) == len(WORDS) - 1

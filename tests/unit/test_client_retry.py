@@ -15,6 +15,7 @@ from tokenstream import (
     ConnectionFailed,
     Draining,
     FirstTokenTimeout,
+    InternalError,
     InvalidRequest,
     ModelNotFound,
     NotReady,
@@ -299,8 +300,6 @@ def test_endpoints_keep_their_order_and_who_failed_longest_ago_comes_first_of_th
 
 def test_an_answer_that_is_not_understood_is_not_asked_for_again():
     assert judge(from_server("a step failed [code=INTERNAL]")) is Verdict.AGAIN
-    from tokenstream import InternalError
-
     assert judge(InternalError("the server sent a malformed response")) is Verdict.STOP
 
 

@@ -209,6 +209,19 @@ def test_an_operation_that_fails_raises(serve):
         client.tokenize("x")
 
 
+@pytest.mark.parametrize("ask", [Client.generate, Client.tokenize])
+def test_a_call_that_is_refused_ends_by_itself_and_is_not_cancelled(serve, ask):
+    def script(request, call):
+        yield failure("no [request=r tokens=0 code=INVALID_ARG]")
+        call.over.wait(0.2)  # whoever hangs up on a refusal has done so by then
+
+    server, client = serve(script)
+    with pytest.raises(InvalidRequest):
+        ask(client, "x")
+    assert server.calls[0].over.wait(WAIT)
+    assert not server.calls[0].cancelled
+
+
 def test_misuse_is_refused_before_anything_is_sent(serve):
     server, client = serve(answer("a"))
     with pytest.raises(TypeError, match="max_new_tokens"):

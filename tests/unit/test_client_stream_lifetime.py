@@ -22,8 +22,9 @@ from tokenstream import (
     NotReady,
     Timeout,
     TotalTimeout,
+    transport,
 )
-from unit.scripted_triton import WAIT, answer, token
+from unit.scripted_triton import WAIT, answer, final_mark, token
 
 
 def hold(request, call) -> Iterator:
@@ -199,3 +200,22 @@ def test_closing_the_client_ends_its_streams_and_refuses_new_ones(serve):
         next(stream)
     with pytest.raises(RuntimeError, match="closed"):
         client.stream("x")
+
+
+def test_who_keeps_sending_behind_the_last_response_is_hung_up_on(monkeypatch):
+    class Endless:
+        cancelled = False
+
+        async def receive(self, limit: float | None) -> transport.Arrival:
+            return transport.Arrival(0.0, final_mark())
+
+        def release(self) -> None:
+            pass
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    monkeypatch.setattr(transport, "_END_SECONDS", 0.05)
+    call = Endless()
+    transport.run(transport.settle(call))
+    assert call.cancelled
