@@ -34,8 +34,8 @@ def main(arguments: list[str]) -> None:
     """Run the command, wait for its end, clear away what it left, and end the same way."""
     status_fd, command = int(arguments[0]), arguments[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    for number in (*WATCHED, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)  # an inherited or Python's own "ignore" would reach the command
+    for number in WATCHED:
+        signal.signal(number, signal.SIG_DFL)  # an inherited "ignore" would reach the command, and hide its end
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     keeper = os.getpid()
@@ -59,6 +59,7 @@ def _execute(command: list[str], status_fd: int, keeper: int) -> None:
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, LIFELINE)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python's own "ignore" would reach the command
             _raise_stack_limit()
             os.execvp(command[0], command)  # noqa: S606 (no shell is wanted)
     except OSError as error:

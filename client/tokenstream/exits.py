@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -87,6 +88,16 @@ def one_line_errors(*, json_lines: bool = False) -> Iterator[None]:
         raise failure(f"{error.object[:80]!r} is not Unicode text", WRONG_USAGE, json_lines=json_lines) from None
     except OSError as error:
         raise failure(f"cannot write the answer: {error.strerror or error}", FAILED, json_lines=json_lines) from None
+
+
+@contextmanager
+def unwound_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind what is open, as Ctrl-C does; its exit code is TERMINATED. Only in the main thread."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def failure(message: str, code: int, *, json_lines: bool = False) -> typer.Exit:

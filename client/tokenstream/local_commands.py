@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +15,7 @@ import typer
 
 from .diagnosis import ServerFailed, writing_to
 from .drain import DRAIN_SECONDS, POLL_SECONDS, Drain
-from .exits import FAILED, NO_CONNECTION, TERMINATED, complain, explained, failure, one_line_errors
+from .exits import FAILED, NO_CONNECTION, complain, explained, failure, one_line_errors, unwound_by_sigterm
 from .heartbeat import lives, read_heartbeats
 from .options import JsonLines, Repository, RunDir
 
@@ -94,12 +92,11 @@ def serve(
         def greet() -> None:
             nonlocal greeted
             progress.stop()
-            urls = (server.http_url, server.grpc_url, server.metrics_url)
+            http, grpc, metrics, log = server.http_url, server.grpc_url, server.metrics_url, str(server.log_path)
             if json_lines:
-                names = ("http_url", "grpc_url", "metrics_url")
-                _event("ready", **dict(zip(names, urls, strict=True)), log=str(server.log_path))
+                _event("ready", http_url=http, grpc_url=grpc, metrics_url=metrics, log=log)
             else:
-                typer.echo("Ready again." if greeted else welcome(*urls, str(server.log_path)))
+                typer.echo("Ready again." if greeted else welcome(http, grpc, metrics, log))
             greeted = True
 
         def mourn(death: ServerFailed) -> None:
@@ -132,8 +129,8 @@ def demo(
     from .display import StageProgress
     from .server import TritonServer, find_repository
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-    with one_line_errors(json_lines=json_lines), StageProgress(lines=not json_lines) as progress:
+    lines = not json_lines
+    with unwound_by_sigterm(), one_line_errors(json_lines=json_lines), StageProgress(lines=lines) as progress:
         if failover:
             from .failover import rehearse
 

@@ -146,7 +146,10 @@ def sweep(root: Path, *, shared_memory: Path = SHARED_MEMORY, patience: float = 
 
 
 def processes(run_id: str) -> list[int]:
-    """Living processes of the run: those whose environment says so. Other users' processes cannot be seen."""
+    """Living processes of the run: those whose environment says so.
+
+    Other users' processes cannot be seen, nor one in the middle of an exec: for a moment it has no environment.
+    """
     mark = f"{RUN_ID}={run_id}".encode()
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):

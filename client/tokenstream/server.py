@@ -167,10 +167,6 @@ class TritonServer:
         """The last lines of the log (of its last 64 KiB)."""
         return self._laid_out().folder.read_log().splitlines()[-lines:]
 
-    def poll(self) -> int | None:
-        """Same as `returncode`."""
-        return self.returncode
-
     def interrupt(self) -> None:
         """End whatever `start`, `wait_ready` or `wait` is doing with Interrupted; called again: make `stop` kill.
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import sys
 import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from .display import write
 from .errors import TokenstreamError
-from .exits import TERMINATED, complain, exit_code, explained
+from .exits import complain, exit_code, explained, unwound_by_sigterm
 from .scraping import Interval, Scraper
 
 if TYPE_CHECKING:
@@ -112,7 +109,7 @@ def watch(url: str, interval: float, *, once: bool, json_lines: bool) -> None:
     elif json_lines:
         _show_json(scraper, interval)
     elif sys.stdout.isatty():
-        with _terminated():
+        with unwound_by_sigterm():  # the terminal is left as it was
             _show_screen(scraper, interval)
     else:
         raise ValueError("standard output is no terminal: give --once or --json")
@@ -168,14 +165,3 @@ def _show_screen(scraper: Scraper, interval: float) -> None:
             live.update(screen(scraper.url, shown, trends.of, trouble), refresh=True)
             if keys.quit_within(beat.left()):
                 return
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """Let SIGTERM unwind what is open, so that the terminal is left as it was."""
-
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -52,13 +52,6 @@ def add_model(repository: Path, name: str = "tiny", initialize: str = "pass", lo
     return repository
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def regions(run_id: str = "") -> list[str]:
     return [path.name for path in SHARED_MEMORY.glob(f"tokenstream_{run_id}*")]
 

@@ -12,8 +12,8 @@ import pytest
 
 from server.raw import Wire, infer
 from server.serving import BEATING, Serving, eventually, ready, run
-from server.supervised import add_model, alive, regions
-from tokenstream.heartbeat import read_heartbeats
+from server.supervised import add_model, regions
+from tokenstream.heartbeat import lives, read_heartbeats
 from tokenstream.runfolder import processes
 from tokenstream.server import TritonServer
 
@@ -39,7 +39,7 @@ def restarted(serving: Serving, complaint: str) -> None:
     assert "; restarting in 1 s (log: " in line
     serving.says("^Ready again")
     assert ready(serving.http_url, "tiny")
-    assert not alive(old)
+    assert not lives(old)
     assert len(regions(run_id)) == 1
     assert len(processes(run_id)) == 3  # keeper, server, stub
     eventually(lambda: run("probe", "--live", "--run-dir", str(serving.run_dir)).returncode == 0)

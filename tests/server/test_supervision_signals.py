@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,9 @@ import pytest
 
 import tokenstream
 from server import supervised
-from server.supervised import add_model, alive, processes_under, regions, run_ids
+from server.serving import eventually
+from server.supervised import add_model, processes_under, regions, run_ids
+from tokenstream.heartbeat import lives
 from tokenstream.runfolder import processes
 from tokenstream.server import TritonServer, sweep
 
@@ -41,13 +42,6 @@ except SetupError as error:
     code = 1
 sys.exit(code)
 """
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 class Supervisor:
@@ -97,7 +91,7 @@ def test_a_signal_becomes_an_orderly_end_and_its_exit_code(
     pid = int(supervisor.until("ready")[1])
     supervisor.process.send_signal(signal.SIGTERM)
     assert supervisor.process.wait(30) == 0
-    assert not alive(pid)
+    assert not lives(pid)
     assert run_ids(cache) == []
 
 
@@ -145,7 +139,7 @@ def test_a_second_signal_kills_a_server_that_does_not_want_to_end(
         supervisor.process.wait(1)
     supervisor.process.send_signal(signal.SIGINT)
     assert supervisor.process.wait(20) == 128 + signal.SIGKILL
-    assert not alive(pid)
+    assert not lives(pid)
 
 
 @pytest.mark.parametrize("moment", ["ready", "stage load"])
@@ -156,9 +150,9 @@ def test_a_killed_supervisor_leaves_no_process_and_the_next_sweep_no_memory(
     supervisor = supervise()
     supervisor.until(moment)
     (run_id,) = run_ids(cache)
-    assert eventually(lambda: len(processes(run_id)) == 3 and bool(regions(run_id)))  # keeper, server, stub
+    eventually(lambda: len(processes(run_id)) == 3 and bool(regions(run_id)), 15.0)  # keeper, server, stub
     supervisor.process.kill()
-    assert eventually(lambda: processes(run_id) == [])
+    eventually(lambda: processes(run_id) == [], 15.0)
     sweep(cache / "run")
     assert regions(run_id) == []
     assert run_ids(cache) == []

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from server import supervised
-from server.supervised import add_model, alive, processes_under, regions, run_ids
+from server.supervised import add_model, processes_under, regions, run_ids
+from tokenstream.heartbeat import lives
 from tokenstream.runfolder import processes
 from tokenstream.server import ServerFailed, SetupError, TritonServer, sweep
 
@@ -29,11 +30,11 @@ def test_a_server_is_ready_inside_the_with_and_gone_behind_it(repository: Path, 
         assert connection.getresponse().status == 200
         connection.close()
         assert len({server.http_url, server.grpc_url, server.metrics_url}) == 3
-        assert server.poll() is None
+        assert server.returncode is None
         assert any("Started HTTPService" in line for line in server.tail(100))
         assert regions(run_id)
     assert server.returncode == 0
-    assert not alive(server.pid)
+    assert not lives(server.pid)
     assert processes(run_id) == []
     assert regions(run_id) == []
     assert run_ids(cache) == []
@@ -47,7 +48,7 @@ def test_stopping_one_server_leaves_another_of_the_same_user_alone(repository: P
         with TritonServer(repository) as second:
             assert first.http_url != second.http_url
         assert sweep(cache / "run") == []
-        assert first.poll() is None
+        assert first.returncode is None
         first.wait_ready(5)
 
 
@@ -63,7 +64,7 @@ def test_only_named_models_are_loaded(repository: Path) -> None:
     add_model(repository, "good")
     add_model(repository, "broken", initialize="raise RuntimeError('boom')")
     with TritonServer(repository, model_names=["good"]) as server:
-        assert server.poll() is None
+        assert server.returncode is None
 
 
 def test_a_model_that_fails_to_load_gives_its_own_error_line(repository: Path, cache: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_server_that_is_not_ready_in_time_is_reported_and_taken_down(repositor
     with pytest.raises(ServerFailed, match="not ready after 1 s"):
         server.wait_ready(1)
     assert server.stop() != 0
-    assert not alive(server.pid)
+    assert not lives(server.pid)
     assert run_ids(cache) == []
 
 

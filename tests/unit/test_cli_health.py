@@ -6,26 +6,19 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import tokenstream
-from tokenstream.commands import app
 from tokenstream.runfolder import RunFolder
+from unit.test_cli_commands import COMMAND, run
 from unit.test_server_heartbeat import write_beat
 
-COMMAND = [sys.executable, "-c", "from tokenstream.cli import main; main()"]
 CLIENT = str(Path(tokenstream.__file__).parent.parent)
 WAIT = 20.0
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.fixture(autouse=True)
