@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any, cast
 
 import pytest
 
-from server.raw import WAIT, Call, Wire, infer
+from server.raw import Call, Wire, infer
+from server.serving import eventually
 from tokenstream import Client, ServerInfo
 from tokenstream.runfolder import RUN_ID
 from tokenstream.server import ServerFailed, TritonServer, find_repository
@@ -62,14 +62,6 @@ def copied(folder: Path, changes: Mapping[str, str]) -> Path:
 def parameters(**values: object) -> dict[str, str]:
     """Changes for `copied` that set parameters."""
     return {rf'(key: "{name}" value \{{ string_value: )"[^"]*"': rf'\1"{value}"' for name, value in values.items()}
-
-
-def until(condition: Callable[[], bool], seconds: float = WAIT) -> None:
-    """Wait for what no event tells."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -119,7 +111,7 @@ class Small:
     def next_one(self, behind: int = 0, **parts: Any) -> Call:
         """A short request that finds no seat and waits in the queue, behind so many others."""
         call = self.send(**parts)
-        until(lambda: self.waiting() == behind + 1)
+        eventually(lambda: self.waiting() == behind + 1)
         assert call.silent
         return call
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from server.conftest import LONG, until
+from server.conftest import LONG
+from server.serving import eventually
 from tokenstream import TLS, AsyncClient, Client, ConnectionFailed, FirstTokenTimeout, ServerInfo, Timeout
 from tokenstream.server import TritonServer, find_repository
 from unit.certificates import Authority
@@ -68,7 +69,7 @@ def test_fifty_streams_at_once_are_the_answers_of_fifty_one_by_one(
 
 
 def test_a_cancelled_task_frees_its_seat_and_its_place_in_the_queue(server: TritonServer, client: Client) -> None:
-    until(lambda: idle(client))
+    eventually(lambda: idle(client))
 
     async def conversation(asking: AsyncClient) -> None:
         async def listen() -> None:
@@ -76,29 +77,29 @@ def test_a_cancelled_task_frees_its_seat_and_its_place_in_the_queue(server: Trit
                 pass
 
         tasks = [asyncio.create_task(listen()) for _ in range(SEATS + 3)]
-        await asyncio.to_thread(until, lambda: occupancy(client) == (SEATS, 3))
+        await asyncio.to_thread(eventually, lambda: occupancy(client) == (SEATS, 3))
         for task in tasks:
             task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError) for end in ends)
-        await asyncio.to_thread(until, lambda: idle(client))
+        await asyncio.to_thread(eventually, lambda: idle(client))
 
     talk(server, conversation)
 
 
 def test_a_stream_that_is_left_or_forgotten_frees_its_seat(server: TritonServer, client: Client) -> None:
-    until(lambda: idle(client))
+    eventually(lambda: idle(client))
 
     async def conversation(asking: AsyncClient) -> None:
         async with asking.stream("Tell me", **LONG) as stream:
             await anext(stream)
             assert (await asking.info()).details["running"] == 1
-        await asyncio.to_thread(until, lambda: idle(client))
+        await asyncio.to_thread(eventually, lambda: idle(client))
         forgotten = asking.stream("Tell me", **LONG)
         await anext(forgotten)
         del forgotten
         gc.collect()
-        await asyncio.to_thread(until, lambda: idle(client))
+        await asyncio.to_thread(eventually, lambda: idle(client))
 
     talk(server, conversation)
 
@@ -117,7 +118,7 @@ def test_small_questions_have_the_answers_that_the_blocking_client_gets(server: 
 
 
 def test_the_total_clock_travels_and_ends_what_waits_for_a_seat(server: TritonServer, client: Client) -> None:
-    until(lambda: idle(client))
+    eventually(lambda: idle(client))
 
     async def conversation(asking: AsyncClient) -> None:
         streams = [asking.stream("Tell me everything", **LONG) for _ in range(SEATS)]
@@ -128,10 +129,10 @@ def test_the_total_clock_travels_and_ends_what_waits_for_a_seat(server: TritonSe
             await asking.generate("Next", timeout=late)
         with pytest.raises(FirstTokenTimeout):
             await asking.generate("Next", timeout=Timeout(first_token=0.2))
-        await asyncio.to_thread(until, lambda: occupancy(client) == (SEATS, 0))
+        await asyncio.to_thread(eventually, lambda: occupancy(client) == (SEATS, 0))
         for stream in streams:
             stream.cancel()
-        await asyncio.to_thread(until, lambda: idle(client))
+        await asyncio.to_thread(eventually, lambda: idle(client))
 
     talk(server, conversation)
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from server.conftest import LONG, Small, parameters, small_server, until
+from server.conftest import LONG, Small, parameters, small_server
 from server.raw import Call, infer, tokens
+from server.serving import eventually
 
 POLICY = "preferred_batch_size: [ 1 ] default_queue_policy { max_queue_size: 8 } "
 SEATS = 2
@@ -59,7 +60,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def two(started: Two) -> Iterator[Two]:
     yield started
-    until(lambda: started.live() == [0, 0])
+    eventually(lambda: started.live() == [0, 0])
 
 
 def test_the_cores_are_divided_among_the_instances(two: Two) -> None:
@@ -72,7 +73,7 @@ def test_the_cores_are_divided_among_the_instances(two: Two) -> None:
 def test_four_requests_run_at_once_two_on_each(two: Two) -> None:
     with ExitStack() as leaving:
         calls = two.fill(leaving)
-        until(lambda: two.live() == [SEATS, SEATS])
+        eventually(lambda: two.live() == [SEATS, SEATS])
         for _ in range(30):
             assert all(call.next() for call in calls)
 
@@ -80,7 +81,7 @@ def test_four_requests_run_at_once_two_on_each(two: Two) -> None:
 def test_a_fifth_request_waits_and_gets_a_seat_that_frees(two: Two) -> None:
     with ExitStack() as leaving:
         calls = two.fill(leaving)
-        until(lambda: two.live() == [SEATS, SEATS])
+        eventually(lambda: two.live() == [SEATS, SEATS])
         fifth = two.small.send("Fifth")
         with pytest.raises(queue.Empty):
             fifth.next(0.5)

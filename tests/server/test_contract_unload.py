@@ -14,8 +14,9 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from server.conftest import copied, running, until
+from server.conftest import copied, running
 from server.raw import WAIT, Wire, infer, tokens
+from server.serving import eventually
 from tokenstream import Client
 from tokenstream.server import TritonServer
 
@@ -54,20 +55,20 @@ def control(server: TritonServer) -> Iterator[Control]:
         if control.state() != "READY":
             control.load()
         yield control
-        until(lambda: control.state() == "UNAVAILABLE")
+        eventually(lambda: control.state() == "UNAVAILABLE")
 
 
 def test_a_connected_client_that_is_idle_does_not_keep_the_model(server: TritonServer, control: Control) -> None:
     with Client(server.grpc_url) as client:
         assert client.generate("Hi", max_tokens=2).usage.output_tokens <= 2
         control.unload()
-        until(lambda: control.state() == "UNAVAILABLE", 30.0)
+        eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
 
 
 def test_an_open_stream_without_a_request_does_not_keep_the_model(control: Control) -> None:
     stream = control.stub.ModelStreamInfer(iter(SimpleQueue().get, None))
     control.unload()
-    until(lambda: control.state() == "UNAVAILABLE", 30.0)
+    eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
     stream.cancel()
 
 
@@ -82,7 +83,7 @@ def test_an_answered_stream_that_stays_open_keeps_the_model_until_it_is_closed(c
     assert control.state() == "UNLOADING"
     requests.put(None)
     assert list(stream) == []
-    until(lambda: control.state() == "UNAVAILABLE", 30.0)
+    eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
 
 
 def test_a_live_stream_runs_to_its_end_and_the_model_goes_then(server: TritonServer, control: Control) -> None:
@@ -96,7 +97,7 @@ def test_a_live_stream_runs_to_its_end_and_the_model_goes_then(server: TritonSer
         answer = [first, *call.rest()]
         assert len(tokens(answer)) == 200
         assert [response.final for response in answer] == [False] * 199 + [True]
-        until(lambda: control.state() == "UNAVAILABLE", 30.0)
+        eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
 
 
 def test_a_model_that_is_loaded_again_gives_the_same_answer(server: TritonServer, control: Control) -> None:
@@ -104,7 +105,7 @@ def test_a_model_that_is_loaded_again_gives_the_same_answer(server: TritonServer
     with closing(Wire(server.grpc_url)) as wire:
         before = tokens(wire.ask(**asked))
         control.unload()
-        until(lambda: control.state() == "UNAVAILABLE", 30.0)
+        eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
         control.load()
         assert tokens(wire.ask(**asked)) == before
     control.unload()

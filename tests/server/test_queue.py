@@ -20,9 +20,9 @@ from server.conftest import (
     parameters,
     prompt,
     small_server,
-    until,
 )
 from server.raw import WAIT, Web, infer, tokens
+from server.serving import eventually
 from tokenstream import Overloaded, Timeout, TotalTimeout
 
 
@@ -36,7 +36,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
 @pytest.fixture
 def small(started: Small) -> Iterator[Small]:
     yield started
-    until(lambda: started.occupancy() == (0, 0))
+    eventually(lambda: started.occupancy() == (0, 0))
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def out_of_time(small: Small) -> Iterator[None]:
 @contextmanager
 def unstreamed(small: Small) -> Iterator[None]:
     with small.wire.call(infer(text_input="Tell me", stream=False, **LONG)) as call:
-        until(lambda: small.occupancy() == (SEATS, 0))
+        eventually(lambda: small.occupancy() == (SEATS, 0))
         yield
         assert call.silent
 
@@ -107,7 +107,7 @@ def test_a_cancelled_prompt_is_not_computed_to_its_end_and_ends_once(small: Smal
     long = prompt(1, 1200)
     with small.holder() as other:
         with small.wire.call(infer(name="prefill", input_ids=long, **LONG)) as call:
-            until(lambda: small.occupancy() == (SEATS, 0))
+            eventually(lambda: small.occupancy() == (SEATS, 0))
             waiting = small.next_one()
             while not other.silent:
                 assert other.next()
@@ -126,7 +126,7 @@ def test_a_cancelled_prompt_is_not_computed_to_its_end_and_ends_once(small: Smal
 def test_a_cancelled_answer_ends_once(small: Small) -> None:
     with small.wire.call(infer(name="decode", text_input="Tell me", **LONG)) as call:
         seen = [call.next() for _ in range(5)]
-    until(lambda: small.occupancy() == (0, 0))
+    eventually(lambda: small.occupancy() == (0, 0))
     small.cached(prompt(2, 4))  # its FINAL is sent behind that of the cancelled one
     (end,) = (end for end in ends(small.server) if end["id"] == "decode")
     assert end["outcome"] == "CANCELLED"
@@ -137,11 +137,11 @@ def test_a_request_cancelled_in_the_queue_is_never_computed_and_ends_once(small:
     unwanted = prompt(3, 100)
     with small.holder(), small.holder() as leaving:
         queued = small.wire.call(infer(name="queued", input_ids=unwanted, **LONG))
-        until(lambda: small.waiting() == 1)
+        eventually(lambda: small.waiting() == 1)
         behind = small.next_one(behind=1)
         queued.cancel()
         assert queued.next() is None
-        until(lambda: small.waiting() == 1)
+        eventually(lambda: small.waiting() == 1)
         assert behind.silent
         leaving.cancel()
         assert len(tokens(behind.rest())) == 1
@@ -158,7 +158,7 @@ def test_the_place_of_a_cancelled_request_in_the_queue_goes_to_a_newcomer(small:
         assert "Exceeds maximum queue size" in small.wire.refusal(infer(text_input="No room", max_tokens=1))
         for call in queued:
             call.cancel()
-            until(lambda: small.waiting() == QUEUE - 1)
+            eventually(lambda: small.waiting() == QUEUE - 1)
             newcomer = small.next_one(behind=QUEUE - 1)
         assert "Exceeds maximum queue size" in small.wire.refusal(infer(text_input="No room", max_tokens=1))
         leaving.cancel()
@@ -174,7 +174,7 @@ def test_a_full_queue_refuses_the_overflow_at_once_and_keeps_what_it_has(small: 
     overflow = 4
     with small.holder() as one, small.holder() as two:
         calls = [small.send("Burst", parameters={"llm_priority": priority}) for _ in range(QUEUE + overflow)]
-        until(lambda: sum(not call.silent for call in calls) == overflow)
+        eventually(lambda: sum(not call.silent for call in calls) == overflow)
         refused = [call for call in calls if not call.silent]
         kept = [call for call in calls if call not in refused]
         for call in refused:
@@ -202,7 +202,7 @@ def test_over_http_a_full_queue_is_a_400_that_names_its_code(small: Small) -> No
 def test_each_priority_has_a_queue_of_its_own(small: Small) -> None:
     with small.holder(), small.holder() as leaving:
         calls = [small.send(parameters={"llm_priority": 1 + i % 3}) for i in range(3 * QUEUE)]
-        until(lambda: small.waiting() == 3 * QUEUE)
+        eventually(lambda: small.waiting() == 3 * QUEUE)
         with pytest.raises(Overloaded):
             small.client.generate("One more", max_tokens=1)
         leaving.cancel()

@@ -21,9 +21,9 @@ from server.conftest import (
     parameters,
     prompt,
     small_server,
-    until,
 )
 from server.raw import WAIT, Web, infer, tokens
+from server.serving import eventually
 from tokenstream import Overloaded
 
 POLICY = (
@@ -42,7 +42,7 @@ def pending(small: Small) -> int:
 
 def settled(small: Small, count: int) -> None:
     """Wait until so many are in the queue, and not only on their way through it."""
-    until(lambda: all(pending(small) == count for _ in range(8)))
+    eventually(lambda: all(pending(small) == count for _ in range(8)))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
 def small(started: Small) -> Iterator[Small]:
     yield started
     settled(started, 0)
-    until(lambda: started.occupancy() == (0, 0))
+    eventually(lambda: started.occupancy() == (0, 0))
 
 
 def test_a_seat_that_is_given_up_goes_to_the_next_in_the_queue(small: Small) -> None:
@@ -110,7 +110,7 @@ def test_a_request_whose_time_runs_out_in_the_queue_is_refused_and_never_compute
 def test_a_full_queue_refuses_the_overflow_at_once_and_keeps_what_it_has(small: Small) -> None:
     with small.holder() as one, small.holder() as two:
         calls = [small.send("Burst") for _ in range(QUEUE + 4)]
-        until(lambda: pending(small) + sum(not call.silent for call in calls) == len(calls))
+        eventually(lambda: pending(small) + sum(not call.silent for call in calls) == len(calls))
         refused = [call for call in calls if not call.silent]
         kept = [call for call in calls if call not in refused]
         assert QUEUE <= len(kept) <= QUEUE + 1  # Triton may hold one more at its door
