@@ -71,7 +71,7 @@ class AsyncClient(BaseClient):
 
     async def close(self) -> None:
         """Cancel what is running and hang up. The client cannot be used again."""
-        await self._lines.close()
+        await self._connections.close()
 
     def stream(
         self,
@@ -122,11 +122,11 @@ class AsyncClient(BaseClient):
 
     async def ready(self) -> bool:
         """Whether a server says that the model can be asked. Never raises for a server that is not there."""
-        return await self._lines.ready(self.model, self.timeout)
+        return await self._connections.ready(self.model, self.timeout)
 
     async def wait_until_ready(self, timeout: float = 60.0) -> None:
         """Return as soon as the model is ready; NotReady if it is not within `timeout` seconds."""
-        await self._lines.wait_until_ready(self.model, self.timeout, timeout)
+        await self._connections.wait_until_ready(self.model, self.timeout, timeout)
 
     def _new_connection(
         self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None

@@ -18,8 +18,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from . import protocol
 from .answer import Answer
+from .connections import Connections
 from .course import Endpoints
-from .lines import Lines
 from .params import DEFAULT_URL, Options, Resume, draw_seed, sampling_json
 from .pursuit import Pursuit, Travel
 from .results import ModelStatus
@@ -71,7 +71,7 @@ class BaseClient(ABC):
         passport = Passport(
             urls, encrypted=tls is not None, token=token, headers=headers, allow_insecure=allow_insecure_credentials
         )
-        self._lines = Lines(Endpoints(urls), passport, self._connect, self._bell)
+        self._connections = Connections(Endpoints(urls), passport, self._connect, self._bell)
 
     @abstractmethod
     def _new_connection(
@@ -104,13 +104,13 @@ class BaseClient(ABC):
         )
         protocol.generate_request(question)  # what cannot be sent is refused before anything else happens
         answer = Answer(question.request_id, seed, any_fingerprint=travel.resume == "best_effort")
-        return Pursuit(self._lines, question, answer, travel, self._bell())
+        return Pursuit(self._connections, question, answer, travel, self._bell())
 
     def _travel_of(self, options: Options) -> Travel:
         default = self._travel
         headers = dict(options.get("headers") or {})
         headers |= trace_headers(options.get("traceparent"), options.get("tracestate"))
-        self._lines.passport.check(headers)
+        self._connections.passport.check(headers)
         retries, resume, most = options.get("retries"), options.get("resume"), options.get("max_resumes")
         return Travel(
             options.get("timeout") or default.clocks,
@@ -126,11 +126,11 @@ class BaseClient(ABC):
         request = protocol.operation_request(
             self.model, operation, request_id=uuid.uuid4().hex, text=text, input_ids=input_ids
         )
-        return await self._lines.operate(request, self.timeout, self._travel.retries)
+        return await self._connections.operate(request, self.timeout, self._travel.retries)
 
     async def _models(self) -> tuple[ModelStatus, ...]:
         question = pb.RepositoryIndexRequest()
-        index = await self._lines.ask("RepositoryIndex", question, self.timeout, self._travel.retries)
+        index = await self._connections.ask("RepositoryIndex", question, self.timeout, self._travel.retries)
         return protocol.model_states(index)
 
 

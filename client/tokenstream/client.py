@@ -35,7 +35,7 @@ class Client(BaseClient):
 
     def close(self) -> None:
         """Cancel what is running and hang up. The client cannot be used again."""
-        run(self._lines.close())
+        run(self._connections.close())
 
     def stream(
         self,
@@ -87,11 +87,11 @@ class Client(BaseClient):
 
     def ready(self) -> bool:
         """Whether a server says that the model can be asked. Never raises for a server that is not there."""
-        return run(self._lines.ready(self.model, self.timeout))
+        return run(self._connections.ready(self.model, self.timeout))
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:
         """Return as soon as the model is ready; NotReady if it is not within `timeout` seconds."""
-        run(self._lines.wait_until_ready(self.model, self.timeout, timeout))
+        run(self._connections.wait_until_ready(self.model, self.timeout, timeout))
 
     def _new_connection(
         self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None

@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import __version__
-from .exits import FAILED, OK, WRONG_USAGE, OneLineGroup, failure, one_line_errors
-from .heartbeat import find_fault
-from .local_commands import demo, drain, new_model, run_folders, serve
-from .options import (
+from .command_options import (
     JsonLines,
     MaxTokens,
     ModelName,
@@ -34,6 +31,9 @@ from .options import (
     Url,
     sampling_of,
 )
+from .exits import FAILED, OK, WRONG_USAGE, OneLineGroup, failure, one_line_errors
+from .heartbeat import find_fault
+from .local_commands import demo, drain, new_model, run_folders, serve
 from .params import DEFAULT_URL
 from .timeouts import Timeout
 

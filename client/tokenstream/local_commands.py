@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
+from .command_options import JsonLines, Repository, RunDir
 from .diagnosis import ServerFailed, writing_to
 from .drain import DRAIN_SECONDS, POLL_SECONDS, Drain
 from .exits import FAILED, NO_CONNECTION, complain, explained, failure, one_line_errors, unwound_by_sigterm
 from .heartbeat import lives, read_heartbeats
-from .options import JsonLines, Repository, RunDir
 
 DEMO_PROMPT = "Write one sentence about the sea."
 

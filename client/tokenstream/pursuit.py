@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .answer import Answer
+from .connections import Connections, meaning
 from .course import Course, Verdict, judge
 from .errors import (
     Cancelled,
@@ -27,7 +28,6 @@ from .errors import (
     TokenstreamError,
     TotalTimeout,
 )
-from .lines import Lines, meaning
 from .params import Resume
 from .protocol import Begun, Question, generate_request
 from .results import Chunk
@@ -60,9 +60,11 @@ class Travel:
 class Pursuit:
     """The life of one request. For one consumer; `cancel` from any thread."""
 
-    def __init__(self, lines: Lines, question: Question, answer: Answer, travel: Travel, bell: Bell) -> None:
+    def __init__(
+        self, connections: Connections, question: Question, answer: Answer, travel: Travel, bell: Bell
+    ) -> None:
         self.answer = answer
-        self._lines = lines
+        self._connections = connections
         self._question = question
         self._travel = travel
         self._bell = bell
@@ -83,7 +85,7 @@ class Pursuit:
         """
         if self._course is not None:
             return
-        self._lines.check_open()
+        self._connections.check_open()
         total = self._travel.clocks.total
         self._deadline = None if total is None else time.monotonic() + total
         await self._ending(self._open())
@@ -166,14 +168,14 @@ class Pursuit:
 
     async def _send(self, url: str) -> None:
         clocks, left = self._travel.clocks, self._time_left()
-        connection = await self._lines.connect(url, min(filter(None, (clocks.connect, left)), default=None))
+        connection = await self._connections.connect(url, min(filter(None, (clocks.connect, left)), default=None))
         left = self._time_left()
         request = generate_request(self._question, timeout=left, begun=self._begun())
         self._sent_at = time.monotonic()
         self.answer.sent_at = self.answer.sent_at or self._sent_at
         self._flowing = self._settled = False
         self._call = await connection.open(
-            request, deadline=left, metadata=self._lines.passport.stamp(self._travel.headers)
+            request, deadline=left, metadata=self._connections.passport.stamp(self._travel.headers)
         )
 
     async def _take(self, arrival: Arrival) -> Chunk | None:
@@ -193,7 +195,7 @@ class Pursuit:
         chunk = self.answer.feed(arrival.response, arrival.at)
         if chunk is not None and not self._flowing:
             self._flowing = True
-            self._lines.endpoints.praise(course.endpoint)
+            self._connections.endpoints.praise(course.endpoint)
             self.answer.resumes += self._broken is not None
             self._broken = None
         if self.answer.final and self._call is not None:
@@ -205,7 +207,7 @@ class Pursuit:
         self._drop_call()
         self._check()
         course, hopeless = self._running(), judge(error) is Verdict.STOP
-        self._lines.doubt(course.endpoint)
+        self._connections.doubt(course.endpoint)
         if self.answer.finish_reason is not None and not hopeless:
             self.answer.end()  # it is whole: only the mark behind it is missing
         elif not self._flowing:
@@ -221,7 +223,7 @@ class Pursuit:
         else:
             self._flowing = False
             self._broken = error
-            self._lines.endpoints.set_aside(course.endpoint)
+            self._connections.endpoints.set_aside(course.endpoint)
             self._course = self._new_course()
             at, name = len(self.answer.token_ids), self.answer.request_id
             log.info("request %s goes on from token %d at %s: %s", name, at, self._course.endpoint, error.message)
@@ -250,7 +252,7 @@ class Pursuit:
         return Begun(self.answer.token_ids, self.answer.fingerprint if exact else None)
 
     def _new_course(self) -> Course:
-        return self._lines.course(retries=self._travel.retries, deadline=self._deadline, pause=self._bell.pause)
+        return self._connections.course(retries=self._travel.retries, deadline=self._deadline, pause=self._bell.pause)
 
     def _running(self) -> Course:
         if self._course is None:
@@ -261,7 +263,7 @@ class Pursuit:
         """Cancelled if the caller wants no more."""
         if self._cancelled:
             raise Cancelled("the request was cancelled by this client")
-        if self._lines.closed:
+        if self._connections.closed:
             raise Cancelled("the client was closed")
 
     def _drop_call(self) -> None:

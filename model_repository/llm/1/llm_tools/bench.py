@@ -33,8 +33,8 @@ from llm_kernels.native import PARTS
 from . import accuracy, weights
 from .accuracy import TEXT
 from .gaps import GAP, WAIT_SECONDS, BenchError, Gap, longest_gap, prompt_of
+from .json_lines import report, report_progress
 from .limits import Limits, Work, cpu_name, measure_limits
-from .lines import report, report_progress
 from .weights import Progress
 
 DECODE_ROWS = (1, 4, 16, 32)

@@ -25,7 +25,7 @@ from pathlib import Path
 from llm_engine.config import ConfigError, cache_folder, expand
 from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
 
-from .lines import report, report_progress
+from .json_lines import report, report_progress
 
 Progress = Callable[[str, int, int | None], None]
 

@@ -32,7 +32,7 @@ _POLL_FIRST, _POLL_MOST = 0.05, 1.0  # seconds between questions for readiness, 
 T = TypeVar("T")
 
 
-class Lines:
+class Connections:
     """Connections by endpoint. Safe to share as its connections are."""
 
     def __init__(
