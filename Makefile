@@ -6,7 +6,7 @@ PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CODE := client model_repository docker tests
+CODE := client loadtest model_repository docker tests
 
 .PHONY: help demo demo-failover serve test ops lint fmt soak clean
 help: ## Show this list
@@ -56,7 +56,7 @@ $(VENV)/server.done: pyproject.toml
 	@touch $@
 
 $(VENV)/dev.done: $(VENV)/server.done
-	$(PIP) install --quiet --group dev
+	$(PIP) install --quiet --editable '.[loadtest]' --group dev
 	@touch $@
 
 $(VENV)/ops.done: $(VENV)/dev.done
