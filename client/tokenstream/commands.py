@@ -12,33 +12,15 @@ import os
 import sys
 import time
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from . import __version__
-from .command_options import (
-    JsonLines,
-    MaxTokens,
-    ModelName,
-    RunDir,
-    Seconds,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    Url,
-    sampling_of,
-)
+from .command_options import JsonLines, ModelName, RunDir, SamplingOptions, Seconds, ServerOptions, with_groups
 from .exits import FAILED, OK, WRONG_USAGE, OneLineGroup, failure, one_line_errors
 from .heartbeat import find_fault
 from .local_commands import demo, drain, new_model, run_folders, serve
-from .params import DEFAULT_URL
-from .timeouts import Timeout
-
-if TYPE_CHECKING:
-    from .client import Client
 
 app = typer.Typer(cls=OneLineGroup, pretty_exceptions_enable=False)
 bench = typer.Typer(help="Measure, always beside the machine's own limits.")
@@ -65,17 +47,13 @@ def root(
 
 
 @app.command()
+@with_groups
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    stop: Stop = None,
+    sampling: SamplingOptions,
+    server: ServerOptions,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     json_lines: JsonLines = False,
-    url: Url = DEFAULT_URL,
     model: ModelName = "llm",
     timeout: Seconds = None,
 ) -> None:
@@ -85,28 +63,24 @@ def generate(
     """
     from .answers import show_json, show_text
 
-    sampling = sampling_of(max_tokens, temperature, top_p, top_k, seed, stop)
-    with one_line_errors(json_lines=json_lines), _client(url, model, timeout) as client:
+    how = sampling.keywords
+    with one_line_errors(json_lines=json_lines), server.client(model, timeout) as client:
         text = sys.stdin.read() if prompt == "-" else prompt
         if not text:
             raise typer.BadParameter("the prompt is empty: give at least one character")
         message = [{"role": "user", "content": text}]
-        stream = client.stream(text, **sampling) if raw else client.chat(message, **sampling)
+        stream = client.stream(text, **how) if raw else client.chat(message, **how)
         show = show_json if json_lines else show_text
         show(stream)
 
 
 @app.command()
+@with_groups
 def chat(
+    sampling: SamplingOptions,
+    server: ServerOptions,
     system: Annotated[str | None, typer.Option(help="What the model is told before the first message.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    stop: Stop = None,
     json_lines: JsonLines = False,
-    url: Url = DEFAULT_URL,
     model: ModelName = "llm",
     timeout: Seconds = None,
 ) -> None:
@@ -117,15 +91,15 @@ def chat(
     """
     from .chat import chat_at_terminal, chat_from_pipe, chat_in_json
 
-    sampling = sampling_of(max_tokens, temperature, top_p, top_k, seed, stop)
     talk = chat_in_json if json_lines else chat_at_terminal if sys.stdin.isatty() else chat_from_pipe
-    with one_line_errors(json_lines=json_lines), _client(url, model, timeout) as client:
-        talk(client, sampling, system)
+    with one_line_errors(json_lines=json_lines), server.client(model, timeout) as client:
+        talk(client, sampling.keywords, system)
 
 
 @app.command()
+@with_groups
 def probe(
-    url: Url = DEFAULT_URL,
+    server: ServerOptions,
     model: ModelName = "llm",
     timeout: Annotated[float, typer.Option(help="Seconds within which one token must arrive.")] = 5.0,
     live: Annotated[
@@ -149,19 +123,20 @@ def probe(
                 raise failure(fault, FAILED, json_lines=True)
             typer.echo(fault, err=True)  # not an error of this command: what it was asked to find out
             raise typer.Exit(FAILED)
-        with _client(url, model, timeout) as client:
+        with server.client(model, timeout) as client:
             started = time.monotonic()
             client.generate("ok", max_tokens=1, temperature=0.0, seed=0, retries=0)
             seconds = time.monotonic() - started
-        told = {"model": model, "url": url, "seconds": round(seconds, 6)}
-        typer.echo(json.dumps(told) if json_lines else f"{model} at {url} answered in {seconds:.3f} s")
+        told = {"model": model, "url": client.url, "seconds": round(seconds, 6)}
+        typer.echo(json.dumps(told) if json_lines else f"{model} at {client.url} answered in {seconds:.3f} s")
 
 
 app.command()(drain)
 
 
 @app.command()
-def models(url: Url = DEFAULT_URL, json_lines: JsonLines = False) -> None:
+@with_groups
+def models(server: ServerOptions, json_lines: JsonLines = False) -> None:
     """List what the server serves, and what our models say of themselves.
 
     --json: {"name", "version", "ready", "state", "reason", "info"} per model; info is null for a model that is not
@@ -171,10 +146,7 @@ def models(url: Url = DEFAULT_URL, json_lines: JsonLines = False) -> None:
     from .inventory import list_models
 
     with one_line_errors(json_lines=json_lines):
-        try:
-            served = list_models(url)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+        served = list_models(server.client)
         write("".join(served_json(one) + "\n" for one in served) if json_lines else models_table(served))
 
 
@@ -249,12 +221,3 @@ def run() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=errors)
     app(prog_name="tokenstream")
-
-
-def _client(url: str, model: str, total: float | None) -> Client:
-    from .client import Client
-
-    try:
-        return Client(url, model=model, timeout=Timeout(total=total))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error

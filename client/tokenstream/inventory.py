@@ -6,13 +6,15 @@ list is shown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .client import Client
 from .errors import IncompleteStream, ServerError, StreamTimeout
 from .results import ModelStatus
-from .timeouts import Timeout
+
+if TYPE_CHECKING:
+    from .client import Client
 
 _SECONDS = 5.0
 
@@ -25,18 +27,18 @@ class Served:
     info: Mapping[str, object] | None
 
 
-def list_models(url: str) -> list[Served]:
-    """Everything in the repository of the server at `url`, in its order.
+def list_models(connect: Callable[[str, float], Client]) -> list[Served]:
+    """Everything in the repository of a server, in its order; `connect` makes clients of it from model and seconds.
 
     Raises ConnectionFailed or ConnectTimeout if nobody answers there, ServerError if it is no Triton server.
     """
-    with Client(url, timeout=Timeout(total=_SECONDS)) as client:
+    with connect("", _SECONDS) as client:
         models = client.models()
-    return [Served(status, _info(url, status.name) if status.ready else None) for status in models]
+    return [Served(status, _info(connect, status.name) if status.ready else None) for status in models]
 
 
-def _info(url: str, model: str) -> Mapping[str, object] | None:
-    with Client(url, model=model, timeout=Timeout(total=_SECONDS)) as client:
+def _info(connect: Callable[[str, float], Client], model: str) -> Mapping[str, object] | None:
+    with connect(model, _SECONDS) as client:
         try:
             return client.info().details
         except (ServerError, StreamTimeout, IncompleteStream):

@@ -20,6 +20,18 @@ _SECRET_NAMES = frozenset({"authorization", "proxy-authorization", "cookie", "x-
 _SECRET_PREFIX = "triton-grpc-protocol-"  # noqa: S105  (the name under which Triton wants a shared secret)
 
 
+class ExposedSecret(ValueError):  # noqa: N818  (the name says what would happen)
+    """Header `name` would travel unencrypted to another machine, `url`."""
+
+    def __init__(self, name: str, url: str) -> None:
+        super().__init__(
+            f"{name} would travel unencrypted to {url}: give tls=TLS(...), or say "
+            "allow_insecure_credentials=True if the network between is safe"
+        )
+        self.name = name
+        self.url = url
+
+
 @dataclass(frozen=True, slots=True)
 class TLS:
     """An encrypted connection. Each part is PEM, as bytes or as the path of a file.
@@ -48,8 +60,8 @@ class Passport:
     """The metadata of every request, over connections to `urls`.
 
     `token` is sent as `authorization: Bearer`. `headers` may be a function, asked anew for each request: for tokens
-    that change. Raises ValueError for a header that gRPC could not send, and for a secret that would travel unencrypted
-    to another machine, unless `allow_insecure` says that something else keeps the line safe.
+    that change. Raises ValueError for a header that gRPC could not send, and ExposedSecret for one that would travel
+    unencrypted to another machine, unless `allow_insecure` says that something else keeps the line safe.
     """
 
     def __init__(
@@ -78,10 +90,7 @@ class Passport:
         if not _VALUE.fullmatch(value):
             raise ValueError(f"the value of header {name!r} holds more than printable ASCII")
         if self._exposed and (name in _SECRET_NAMES or name.startswith(_SECRET_PREFIX)):
-            raise ValueError(
-                f"{name} would travel unencrypted to {self._exposed[0]}: give tls=TLS(...), or say "
-                "allow_insecure_credentials=True if the network between is safe"
-            )
+            raise ExposedSecret(name, self._exposed[0])
 
 
 def trace_headers(traceparent: str | None, tracestate: str | None) -> dict[str, str]:

@@ -20,7 +20,7 @@ Arrivals = Literal["closed", "poisson", "constant", "gamma", "bursts"]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Load of one kind. "closed": `concurrency` callers, each asking again once it was answered; else `rate` per second.
+    """Load of one kind. "closed": `concurrency` callers who each ask again once answered; else `rate` per second.
 
     `burstiness`: the shape of "gamma" gaps (1: Poisson; less: burstier). `burst`: requests that come at once in
     "bursts". Of `seconds` and `requests` one ends the stage.

@@ -180,7 +180,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     assert completed("tokenstream mo", tmp_path) == ["models"]
     assert set(completed("tokenstream bench ", tmp_path)) == {"engine"}
-    assert set(completed("tokenstream generate --t", tmp_path)) == {"--temperature", "--top-p", "--top-k", "--timeout"}
+    assert set(completed("tokenstream generate --to", tmp_path)) == {"--top-p", "--top-k", "--token"}
 
 
 def test_completion_does_not_load_grpc() -> None:

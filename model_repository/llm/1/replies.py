@@ -146,11 +146,13 @@ class Replies:
         """Send the last response with FINAL, and log the request."""
         failure = None
         if error is not None:
-            note = f"[request={stream.call.request_id} tokens={stream.tokens} code={error.code}]"
+            note = f"request={stream.call.request_id} tokens={stream.tokens} code={error.code}"
+            if error.retry_after is not None:
+                note += f" retry_after={error.retry_after:.2f}"
             message = error.message
             if len(message) > LONGEST_MESSAGE:
                 message = message[:LONGEST_MESSAGE] + "..."
-            failure = pb_utils.TritonError(f"{message} {note}", getattr(pb_utils.TritonError, error.code))
+            failure = pb_utils.TritonError(f"{message} [{note}]", getattr(pb_utils.TritonError, error.code))
         with stream.lock:
             stream.closed = True
         stream.sender.send(pb_utils.InferenceResponse(tensors, failure), FINAL)

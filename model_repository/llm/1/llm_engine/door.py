@@ -7,25 +7,58 @@ UNAVAILABLE. It does not know in which order those who wait are seated, nor what
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
+from collections.abc import Callable
 
 from .request import Code, Request, RequestError
+
+RETRY_LEAST, RETRY_MOST = 0.1, 30.0  # seconds
+_LATELY = 32  # seats freed
+
+
+class Pace:
+    """How long it takes until another seat is free, by those freed lately, while somebody waited for them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._before = 1.0  # seconds per seat in the queue before this one; a guess at first
+        self._moments = deque([clock()], _LATELY + 1)  # when somebody began to wait, or a seat was freed
+
+    def begin(self) -> None:
+        """Somebody waits, and nobody did before."""
+        if seats := len(self._moments) - 1:
+            self._before = (self._moments[-1] - self._moments[0]) / seats
+        self._moments = deque([self._clock()], _LATELY + 1)
+
+    def note_free(self) -> None:
+        """A seat has been freed."""
+        self._moments.append(self._clock())
+
+    def seconds(self) -> float:
+        """Seconds per seat."""
+        seats, lasted = len(self._moments) - 1, self._clock() - self._moments[0]
+        return lasted / seats if seats else max(lasted, self._before)
 
 
 class Door:
     """At most `seats` requests are computed at once; of each priority at most `max_queue_size` more may wait."""
 
-    def __init__(self, seats: int, max_queue_size: int) -> None:
+    def __init__(self, seats: int, max_queue_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.live: dict[str, Request] = {}  # by id; only the engine's thread may go through it
         self._seats = seats
         self._max_queue_size = max_queue_size
         self._waiting: Counter[int] = Counter()  # by priority: those inside who never had a seat
         self._backlog = False
         self._closed = ""
+        self._pace = Pace(clock)
         self._changed = threading.Condition()
 
     def enter(self, request: Request) -> None:
-        """Let a request in. RequestError if the door is closed, the id is in use, or its queue is full."""
+        """Let a request in. RequestError if the door is closed, the id is in use, or its queue is full.
+
+        Of a full queue it says when to come again.
+        """
         with self._changed:
             if self._closed:
                 raise RequestError(self._closed, Code.UNAVAILABLE)
@@ -37,7 +70,10 @@ class Door:
                 raise RequestError(
                     f"Exceeds maximum queue size: {mine} requests of priority {request.priority} wait already",
                     Code.UNAVAILABLE,
+                    self._retry_after(request.priority),
                 )
+            if not everybody:
+                self._pace.begin()
             self.live[request.id] = request
             self._waiting[request.priority] += 1
 
@@ -51,6 +87,8 @@ class Door:
         with self._changed:
             del self.live[request.id]
             self._waiting[request.priority] -= request.queued
+            if not request.queued:
+                self._pace.note_free()
             self._changed.notify_all()
 
     def close(self, reason: str) -> None:
@@ -75,6 +113,11 @@ class Door:
         """Block until one more would find a seat at once, or `timeout` seconds; return whether it would."""
         with self._changed:
             return self._changed.wait_for(self._has_room, timeout)
+
+    def _retry_after(self, priority: int) -> float:
+        """Seconds until half of those before it have a seat: then there is room, and still work for the seats."""
+        ahead = sum(count for level, count in self._waiting.items() if level <= priority)
+        return min(max(RETRY_LEAST, self._pace.seconds() * max(1.0, ahead / 2)), RETRY_MOST)
 
     def _has_room(self) -> bool:
         return bool(self._closed) or (len(self.live) < self._seats and not self._backlog)

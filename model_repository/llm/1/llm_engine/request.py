@@ -34,12 +34,16 @@ class Code(StrEnum):
 
 
 class RequestError(Exception):
-    """A request was refused or ended early. `message` is one line for the client, without a traceback."""
+    """A request was refused or ended early. `message` is one line for the client, without a traceback.
 
-    def __init__(self, message: str, code: Code = Code.INVALID_ARG) -> None:
+    `retry_after`: seconds after which it may be let in, None if nobody knows.
+    """
+
+    def __init__(self, message: str, code: Code = Code.INVALID_ARG, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
+        self.retry_after = retry_after
 
 
 class FinishReason(StrEnum):
