@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := client loadtest model_repository docker tests
 
-.PHONY: help demo demo-failover serve test ops lint fmt soak clean
+.PHONY: help demo demo-failover serve test ops browser lint fmt soak clean
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -27,6 +27,10 @@ test: lint ## Lint, types, unit, engine and real-server tests
 
 ops: $(VENV)/ops.done ## Check the images, the compose file and the metrics with the tools that will read them
 	$(BIN)/python -m pytest tests/ops
+
+browser: $(VENV)/browser.done ## Check the pages in a real Chromium, which is fetched once without being installed
+	@PYTHONPATH=tests $(BIN)/python -m browser.chromium
+	$(BIN)/python -m pytest tests/browser
 
 lint: $(VENV)/dev.done ## Check style and types
 	$(BIN)/ruff check $(CODE)
@@ -61,4 +65,8 @@ $(VENV)/dev.done: $(VENV)/server.done
 
 $(VENV)/ops.done: $(VENV)/dev.done
 	$(PIP) install --quiet --group ops
+	@touch $@
+
+$(VENV)/browser.done: $(VENV)/dev.done
+	$(PIP) install --quiet --group browser
 	@touch $@

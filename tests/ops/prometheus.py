@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ops.tools import debian_program
+from debian_packages import debian_program
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ops import tools
 from ops.prometheus import Prometheus, scraping
-from ops.tools import ToolMissing, debian_program
 from server.conftest import copied, parameters, running
 from tokenstream import Client, Completion, InvalidRequest
 
@@ -115,26 +113,3 @@ def test_every_documented_query_is_understood(observed: tuple[Prometheus, Counte
     answer = prometheus.query(query)
     is_alert = " > " in query or " == " in query
     assert is_alert or answer
-
-
-# The tools
-
-
-@pytest.fixture
-def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and a PATH with nothing on it."""
-    monkeypatch.setenv("TOKENSTREAM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return tmp_path
-
-
-def test_a_tool_that_cannot_be_fetched_is_an_error_that_says_why(bare: Path) -> None:
-    with pytest.raises(ToolMissing, match=r"apt-get .*No such file"):
-        debian_program("prometheus", "usr/bin/prometheus")
-    assert list((bare / "cache" / "tools").iterdir()) == []
-
-
-def test_a_package_without_the_program_is_an_error_that_names_both(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "_unpack", lambda package, folder: folder.mkdir(parents=True))
-    with pytest.raises(ToolMissing, match="package prometheus holds no usr/bin/promenade"):
-        debian_program("prometheus", "usr/bin/promenade")
