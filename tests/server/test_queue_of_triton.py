@@ -104,7 +104,7 @@ def test_cancelled_requests_leave_the_queue_when_a_seat_is_free(small: Small) ->
 
 
 def test_a_request_whose_time_runs_out_in_the_queue_is_refused_and_never_computed(small: Small) -> None:
-    assert_expires_in_the_queue(small, prompt(3, 100), within=2.5)
+    assert_expires_in_the_queue(small, prompt(3, 100), within=4.5)
 
 
 def test_a_full_queue_refuses_the_overflow_at_once_and_keeps_what_it_has(small: Small) -> None:
@@ -114,8 +114,7 @@ def test_a_full_queue_refuses_the_overflow_at_once_and_keeps_what_it_has(small: 
         refused = [call for call in calls if not call.silent]
         kept = [call for call in calls if call not in refused]
         assert QUEUE <= len(kept) <= QUEUE + 1  # Triton may hold one more at its door
-        for call in refused:
-            assert_refused_at_once(call)
+        assert_refused_at_once(refused)
         with pytest.raises(Overloaded):
             small.client.generate("One more", max_tokens=1)
         assert Web(small.server.http_url.removeprefix("http://")).post("generate", text_input="One more").status == 503
