@@ -6,6 +6,7 @@ percentile is off by 0.1 % at most. They do not know what they measure.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -15,6 +16,7 @@ from hdrh.histogram import HdrHistogram
 
 LOWEST, HIGHEST, DIGITS = 1, 3_600_000_000, 3  # microseconds
 _MICROSECONDS = 1e6
+_NANOSECONDS = 1e9  # sums are whole ones, so that it does not matter in which order they are added
 
 
 class Histogram:
@@ -22,12 +24,12 @@ class Histogram:
 
     def __init__(self) -> None:
         self._counts = HdrHistogram(LOWEST, HIGHEST, DIGITS)
-        self.total = 0.0  # the exact sum
+        self._sum = 0  # nanoseconds
 
     def add(self, seconds: float) -> None:
         """Count one value."""
         self._counts.record_value(min(max(round(seconds * _MICROSECONDS), LOWEST), HIGHEST))
-        self.total += seconds
+        self._sum += round(seconds * _NANOSECONDS)
 
     def extend(self, values: Iterable[float]) -> None:
         """Count many."""
@@ -37,15 +39,20 @@ class Histogram:
     def merge(self, other: Histogram) -> None:
         """Count what the other has counted."""
         self._counts.add(other._counts)
-        self.total += other.total
+        self._sum += other._sum
 
     def __len__(self) -> int:
         """How many values were counted."""
         return int(self._counts.get_total_count())
 
     @property
+    def total(self) -> float:
+        """The sum, to the nanosecond."""
+        return self._sum / _NANOSECONDS
+
+    @property
     def mean(self) -> float | None:
-        """The exact mean; None of nothing."""
+        """The mean to the nanosecond; None of nothing."""
         return self.total / len(self) if len(self) else None
 
     @property
@@ -55,7 +62,11 @@ class Histogram:
 
     def percentile(self, share: float) -> float | None:
         """The value that `share` (0 to 100) percent of the values do not exceed; None of nothing."""
-        return self._counts.get_value_at_percentile(share) / _MICROSECONDS if len(self) else None
+        if not len(self):
+            return None
+        rank = max(math.ceil(share / 100 * len(self) - 1e-9), 1)  # the library rounds it to the nearest
+        value: int = self._counts.get_value_at_percentile(100 * rank / len(self))
+        return value / _MICROSECONDS
 
     def share_within(self, limit: float) -> float | None:
         """Which share (0 to 1) of the values is not above `limit` seconds; None of nothing."""
@@ -69,8 +80,8 @@ class Histogram:
         ]
 
     def encode(self) -> str:
-        """As text for JSON: HdrHistogram's own compressed form in base64, and the exact sum."""
-        return f"{self._counts.encode().decode()} {self.total!r}"
+        """As text for JSON: HdrHistogram's own compressed form in base64, and the sum."""
+        return f"{self._counts.encode().decode()} {self._sum}"
 
     @classmethod
     def decode(cls, text: str) -> Self:
@@ -79,7 +90,7 @@ class Histogram:
         histogram = cls()
         try:
             histogram._counts.decode_and_add(counts.encode())
-            histogram.total = float(total)
+            histogram._sum = int(total)
         except (ValueError, TypeError, zlib.error, HdrCookieException, HdrLengthException) as error:
             raise ValueError(f"no encoded histogram: {text[:40]!r}") from error
         return histogram

@@ -132,7 +132,7 @@ class Tally:
         if record.priority is not None:
             names.append(f"priority={record.priority}")
         for name in names:
-            self.groups.setdefault(name, Group()).add(record, good=good)
+            self._group(name).add(record, good=good)
         self._second(record.sent_at - began).sent += 1
         end = self._second(record.ended_at - began)
         end.ended += 1
@@ -144,9 +144,14 @@ class Tally:
         """Count what others have counted, whose measurements began at the same moment."""
         for other in others:
             for name, group in other.groups.items():
-                self.groups.setdefault(name, Group()).merge(group)
+                self._group(name).merge(group)
             for at, second in other.seconds.items():
                 self.seconds.setdefault(at, Second()).merge(second)
+
+    def _group(self, name: str) -> Group:
+        if name not in self.groups:  # not by setdefault: its histograms are milliseconds in the making
+            self.groups[name] = Group()
+        return self.groups[name]
 
     def _second(self, at: float) -> Second:
         return self.seconds.setdefault(int(at), Second())

@@ -1,0 +1,153 @@
+"""What the server's own metrics page says while it is measured: a sample each second, and exact counts of the whole.
+
+The page is brought up to date once a second, so counts are taken once it stands still. A page that cannot be read gives
+no samples and no counts, which is no fault of a measurement. It does not know how requests are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http.client import HTTPException
+
+from tokenstream.exposition import parse_page
+from tokenstream.intervals import OUTCOMES, InstanceInterval, Key, Page, between, increase
+
+from .results import Sample, ServerCounts
+from .tally import Group
+
+PERIOD = 1.0  # seconds between samples
+_STILL = 1.3  # seconds without a change after which a page that is renewed once a second is taken as up to date
+_LOOK = 0.1  # seconds between looks while that is awaited
+_PATIENCE = 6.0  # seconds for which it is awaited
+_SECONDS = 2.0  # within which a page must come
+_MOST_BYTES = 1 << 26
+
+
+class Watch:
+    """The page at `url`, of http or https (ValueError); the instances of `model`, or all if it shows none of it."""
+
+    def __init__(self, url: str, model: str) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"the metrics page is like http://127.0.0.1:8002/metrics, got {url!r}")
+        self._url = url
+        self._model = model
+        # What is watched is asked itself, whatever proxy the environment names for the world outside.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._samples: list[Sample] = []
+
+    async def settled(self) -> Page | None:
+        """The page once it stands still; None if it cannot be read."""
+        return await self._settle(lambda _: False)
+
+    async def counts(self, before: Page, expected: Group) -> ServerCounts | None:
+        """What happened since `before`, as soon as it is what the caller counted, or once the page stands still."""
+
+        def complete(page: Page) -> bool:
+            told = self._between(before, page)
+            return (told.requests, told.output_tokens) == (expected.requests, expected.output_tokens)
+
+        after = await self._settle(complete)
+        return None if after is None else self._between(before, after)
+
+    async def sample(self) -> None:
+        """Look once a second until cancelled."""
+        began = time.perf_counter()
+        self._samples = []
+        last, page = began, await self._page()
+        while True:
+            await asyncio.sleep(max(0.0, last + PERIOD - time.perf_counter()))
+            now, following = time.perf_counter(), await self._page()
+            if page is not None and following is not None:
+                intervals = between(page, following, now - last)
+                self._samples.append(_sample(now - began, self._chosen(intervals)))
+            last, page = now, following
+
+    async def samples(self, sampling: asyncio.Task[None]) -> tuple[Sample, ...]:
+        """End the task that runs `sample`, and what it has seen."""
+        sampling.cancel()
+        with suppress(asyncio.CancelledError):
+            await sampling
+        return tuple(self._samples)
+
+    async def _settle(self, complete: Callable[[Page], bool]) -> Page | None:
+        end = time.perf_counter() + _PATIENCE
+        page = await self._page()
+        changed = time.perf_counter()
+        while page is not None and not complete(page):
+            now = time.perf_counter()
+            if now - changed > _STILL or now > end:
+                break
+            await asyncio.sleep(_LOOK)
+            following = await self._page()
+            if following is None or self._state(following) != self._state(page):
+                page, changed = following, time.perf_counter()
+        return page
+
+    async def _page(self) -> Page | None:
+        """The page, read in a thread; None if it cannot be."""
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> Page | None:
+        try:
+            with self._opener.open(self._url, timeout=_SECONDS) as response:
+                page = Page(parse_page(response.read(_MOST_BYTES).decode()))
+        except (OSError, HTTPException, ValueError):
+            return None
+        return page if page.instances else None
+
+    def _keys(self, page: Page) -> list[Key]:
+        own = [key for key in page.instances if key[0] == self._model]
+        return own or page.instances
+
+    def _chosen(self, intervals: Sequence[InstanceInterval]) -> list[InstanceInterval]:
+        own = [interval for interval in intervals if interval.model == self._model]
+        return own or list(intervals)
+
+    def _state(self, page: Page) -> tuple[float, ...]:
+        """Numbers of which one changes whenever something happens."""
+        names = ("steps_total", "generation_tokens_total", "num_requests_running", "num_requests_waiting")
+        keys = self._keys(page)
+        ended = [page.value(key, "requests_total", outcome) for key in keys for outcome in OUTCOMES]
+        return (*ended, *(page.value(key, name) for key in keys for name in names))
+
+    def _between(self, before: Page, after: Page) -> ServerCounts:
+        keys = self._keys(after)
+
+        def grown(name: str, detail: str = "") -> float:
+            return sum(increase(before.value(key, name, detail), after.value(key, name, detail)) for key in keys)
+
+        def mean(name: str) -> float | None:
+            return _ratio(grown(f"{name}_sum"), grown(f"{name}_count"))
+
+        return ServerCounts(
+            requests=round(sum(grown("requests_total", outcome) for outcome in OUTCOMES)),
+            input_tokens=round(grown("prompt_tokens_total")),
+            output_tokens=round(grown("generation_tokens_total")),
+            ttft=mean("time_to_first_token_seconds"),
+            itl=mean("inter_token_latency_seconds"),
+            queue=mean("request_queue_time_seconds"),
+            preemptions=round(grown("num_preemptions_total")),
+            prefix_hits=_ratio(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),
+        )
+
+
+def _sample(at: float, instances: Sequence[InstanceInterval]) -> Sample:
+    """All instances as one: sums; of shares and means, the mean of those that have them."""
+    rows = [one.rows_per_step for one in instances if one.rows_per_step is not None]
+    return Sample(
+        at=at,
+        running=sum(one.running for one in instances),
+        waiting=sum(one.waiting for one in instances),
+        kv_usage=sum(one.kv_usage for one in instances) / len(instances),
+        generation_tokens_per_second=sum(one.generation_tokens_per_second for one in instances),
+        prompt_tokens_per_second=sum(one.prompt_tokens_per_second for one in instances),
+        rows_per_step=sum(rows) / len(rows) if rows else None,
+    )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
