@@ -1,0 +1,204 @@
+"""The numbers that are shown of a run, each under one name with one unit, and what the run comes to by them.
+
+A `Level` is one load with all its repeats: what is shown of it is the median and the range over them, and its
+histograms are those of all requests together. It does not know how numbers are laid out or drawn.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from .results import Measurement, Run, Stage
+from .slo import Objective
+from .tally import Group
+
+Text = Callable[[float], str]
+Better = Literal["higher", "lower", ""]
+Unit = Literal["", "1/s", "ms", "%", "us", "cores"]
+_SCALES: dict[Unit, float] = {"%": 1e2, "us": 1e6}
+NOTHING = "–"  # noqa: RUF001 - a dash, as people print it for "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a measurement: `of` gives it in seconds, cores, a share or a count; None if it was not measured.
+
+    `unit` is what people read it in.
+    """
+
+    key: str
+    title: str
+    unit: Unit
+    better: Better
+    of: Callable[[Measurement], float | None]
+
+    def text(self, value: float | None) -> str:
+        """The value in `unit`, without it."""
+        if self.unit == "ms":
+            return milliseconds(value)
+        return number(None if value is None else value * _SCALES.get(self.unit, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure over repeats."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One load with its measurements, one for each repeat. `group`: all their requests together."""
+
+    name: str
+    stage: Stage
+    measurements: tuple[Measurement, ...]
+    group: Group
+
+    def spread(self, figure: Figure) -> Spread | None:
+        """The figure over the repeats that have it."""
+        return spread(figure.of(measurement) for measurement in self.measurements)
+
+    def named(self, measurement: Measurement) -> str:
+        """One of its measurements for people, who count repeats from 1."""
+        return f"{self.name}, repeat {measurement.repeat + 1}" if len(self.measurements) > 1 else self.name
+
+    @property
+    def valid(self) -> bool:
+        """Whether every repeat can be trusted."""
+        return all(measurement.valid for measurement in self.measurements)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One objective at one level: `met` in so many of its repeats, with these values."""
+
+    objective: Objective
+    level: Level
+    values: Spread | None
+    met: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was met in every repeat."""
+        return self.met == len(self.level.measurements)
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Median, lowest and highest of the values that there are; None of none."""
+    there = sorted(value for value in values if value is not None)
+    return Spread(statistics.median(there), there[0], there[-1], len(there)) if there else None
+
+
+def levels(run: Run) -> list[Level]:
+    """The loads of a run in the order of their first measurement.
+
+    A load that comes again within one repeat, as behind a spike, is a level of its own: "2/s poisson (2)".
+    """
+    found: dict[str, list[Measurement]] = {}
+    times: Counter[tuple[int, str]] = Counter()
+    for measurement in run.measurements:
+        label = measurement.stage.label
+        times[measurement.repeat, label] += 1
+        count = times[measurement.repeat, label]
+        found.setdefault(label if count == 1 else f"{label} ({count})", []).append(measurement)
+    return [Level(name, each[0].stage, tuple(each), together(each, "all")) for name, each in found.items()]
+
+
+def together(measurements: Iterable[Measurement], group: str) -> Group:
+    """All requests of one group of several measurements."""
+    merged = Group()
+    for measurement in measurements:
+        if group in measurement.tally.groups:
+            merged.merge(measurement.tally.groups[group])
+    return merged
+
+
+def judge(run: Run, of: Iterable[Level]) -> Iterator[Judged]:
+    """Every objective of the run at every level. ValueError if the run holds an objective that is none."""
+    objectives = [Objective.parse(text) for text in run.objectives]
+    for level in of:
+        groups = [measurement.all for measurement in level.measurements]
+        for objective in objectives:
+            values = spread(objective.measured(group) for group in groups)
+            yield Judged(objective, level, values, sum(objective.met(group) for group in groups))
+
+
+def best_level(run: Run, of: Iterable[Level]) -> Level | None:
+    """The level of the highest goodput among those that can be trusted and met every objective; None without one."""
+    there = list(of)
+    missed = {judged.level.name for judged in judge(run, there) if not judged.ok}
+    fit = [level for level in there if level.valid and level.name not in missed and level.spread(GOODPUT)]
+    return max(fit, key=lambda level: statistics.median(GOODPUT.of(m) or 0.0 for m in level.measurements), default=None)
+
+
+def overhead(measurement: Measurement) -> float | None:
+    """Seconds of CPU that the generator used for each token; None if it is not known."""
+    tokens = measurement.all.output_tokens
+    return measurement.cores.generator * measurement.seconds / tokens if measurement.cores and tokens else None
+
+
+def number(value: float | None) -> str:
+    """Three digits or all before the point, with thousands apart."""
+    if value is None:
+        return NOTHING
+    size = abs(value)
+    if size >= 99.95 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}" if size >= 0.9995 else f"{value:.3g}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Without the unit; a microsecond is the least that histograms tell, so it is nothing."""
+    return number(None if seconds is None else 0.0 if seconds <= 1e-6 else seconds * 1e3)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit that suits them."""
+    if seconds is None:
+        return NOTHING
+    if seconds >= 1:
+        return f"{number(seconds)} s"
+    return f"{number(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{number(seconds * 1e6)} µs"
+
+
+def latency(metric: str, point: str) -> Figure:
+    """The figure of a histogram of `tally.METRICS` at "mean", "max" or "p95"."""
+
+    def of(measurement: Measurement) -> float | None:
+        histogram = measurement.all.histograms[metric]
+        if point == "mean":
+            return histogram.mean
+        return histogram.highest if point == "max" else histogram.percentile(float(point[1:]))
+
+    title = metric.replace("_", " ") if metric in {"queue", "lag", "e2e"} else metric.upper().replace("_", " ")
+    return Figure(f"{metric}_{point}", f"{title} {point}", "ms", "lower", of)
+
+
+def _rate(of: Callable[[Measurement], float]) -> Callable[[Measurement], float | None]:
+    return lambda measurement: of(measurement) if measurement.seconds > 0 else None
+
+
+def _error_share(measurement: Measurement) -> float | None:
+    return measurement.all.errors / measurement.all.requests if measurement.all.requests else None
+
+
+REQUESTS = Figure("requests", "requests", "", "", lambda measurement: measurement.all.requests)
+OK = Figure("ok", "ok", "", "", lambda measurement: measurement.all.outcomes.get("ok", 0))
+ERRORS = Figure("errors", "errors", "", "lower", lambda measurement: measurement.all.errors)
+ERROR_SHARE = Figure("errors_share", "errors", "%", "lower", _error_share)
+ABANDONED = Figure("abandoned", "abandoned", "", "", lambda measurement: measurement.all.outcomes.get("abandoned", 0))
+SECONDS = Figure("seconds", "seconds", "", "", lambda measurement: measurement.seconds)
+TOKENS_PER_SECOND = Figure("tokens_per_second", "tokens/s", "1/s", "higher", _rate(lambda m: m.tokens_per_second))
+REQUESTS_PER_SECOND = Figure(
+    "requests_per_second", "requests/s", "1/s", "higher", _rate(lambda m: m.requests_per_second)
+)
+GOODPUT = Figure("goodput", "goodput/s", "1/s", "higher", _rate(lambda m: m.goodput))
+OVERHEAD = Figure("overhead_per_token", "generator CPU per token", "us", "lower", overhead)
