@@ -144,8 +144,9 @@ def test_wrong_usage_is_one_line_that_names_the_help(arguments: list[str], see: 
 
 def test_every_command_that_prints_results_takes_json() -> None:
     group = typer.main.get_command(app)
-    commands = {**group.commands, **group.commands["bench"].commands}
-    del commands["bench"]
+    commands = dict(group.commands)
+    for name in ("bench", "load"):
+        commands |= commands.pop(name).commands
     for name, command in commands.items():
         assert any("--json" in option.opts for option in command.params), name
 
@@ -179,7 +180,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     assert completed("tokenstream mo", tmp_path) == ["models"]
-    assert set(completed("tokenstream bench ", tmp_path)) == {"engine"}
+    assert set(completed("tokenstream bench ", tmp_path)) == {"engine", "client"}
     assert set(completed("tokenstream generate --to", tmp_path)) == {"--top-p", "--top-k", "--token"}
 
 
