@@ -24,7 +24,7 @@ class AsyncTokenStream(AnswerView):
 
     The request is sent when the block is entered or the first chunk is wanted. Leaving the `async with` block, dropping
     the last reference, or cancelling the task that waits for a chunk cancels what has not ended: bound a wait with
-    `Timeout`, not from outside. What `Stats` says of arrivals is when they were read here.
+    `Timeout`, not from outside.
     """
 
     def __aiter__(self) -> Self:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +17,7 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from .transport import Arrival, Failed, Late, Metadata, Status, status_of
+from .transport import STREAM_METHOD, Arrival, Failed, Late, Metadata, Status, status_of
 
 _CANCELLED = Status("CANCELLED", "the call was cancelled")
 _GARBAGE = Status("INTERNAL", "Exception deserializing response!")
@@ -32,23 +33,54 @@ class AsyncCall:
         self._rpc = rpc
         self._loop = loop
         self._ending = ending
+        self._due: float | None = None  # when the wait must be over, in the loop's seconds; None: nobody waits
+        self._alarm: asyncio.TimerHandle | None = None
+        self._late = False
 
     async def receive(self, limit: float | None) -> Arrival:
-        """The next arrival; Late after `limit` seconds."""
+        """The next arrival; Late after `limit` seconds, which cancels the RPC."""
+        if limit is not None:
+            self._set_alarm(self._loop.time() + limit)
         try:
-            async with asyncio.timeout(limit):
-                message = await self._rpc.read()
-        except TimeoutError:
-            raise Late from None
+            message = await self._rpc.read()
         except grpc.RpcError as error:
-            return Arrival(time.monotonic(), failure=status_of(error))
+            return self._failed(status_of(error))
         except asyncio.CancelledError:
             if _task_is_cancelled():
                 raise
-            return Arrival(time.monotonic(), failure=_CANCELLED)
+            return self._failed(_CANCELLED)
+        finally:
+            self._due = None
+        if self._late:
+            raise Late
         if message is None:  # what gRPC makes of bytes that it cannot read
             return Arrival(time.monotonic(), failure=_GARBAGE)
         return Arrival(time.monotonic(), None if message is grpc.aio.EOF else message)
+
+    def _failed(self, status: Status) -> Arrival:
+        if self._late:
+            raise Late
+        return Arrival(time.monotonic(), failure=status)
+
+    def _set_alarm(self, due: float) -> None:
+        """One timer serves many waits: it is set anew when it rings too early, or would ring too late."""
+        self._due = due
+        if self._alarm is not None and self._alarm.when() > due:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._alarm is None:
+            self._alarm = self._loop.call_at(due, _ring, weakref.ref(self))
+
+    def ring(self) -> None:
+        """The time that was set has come."""
+        self._alarm = None
+        if self._due is None:
+            return
+        if self._due > self._loop.time():
+            self._set_alarm(self._due)
+        else:
+            self._late = True
+            self._rpc.cancel()
 
     def release(self) -> None:
         """Let the RPC end by itself, even if nobody reads on."""
@@ -79,6 +111,9 @@ class AsyncConnection:
         else:
             self._channel = grpc.aio.secure_channel(url, credentials, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stream = self._channel.unary_stream(
+            STREAM_METHOD, pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
+        )
 
     async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata) -> Any:
         """The answer to one small request."""
@@ -91,14 +126,9 @@ class AsyncConnection:
     async def open(self, request: pb.ModelInferRequest, *, deadline: float | None, metadata: Metadata) -> AsyncCall:
         """Send a request."""
         self._check_loop()
-        rpc = None
         try:
-            rpc = self._stub.ModelStreamInfer(timeout=deadline, metadata=metadata)
-            await rpc.write(request)
-            await rpc.done_writing()
-        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
-            if rpc is not None:
-                rpc.cancel()
+            rpc = self._stream(request, timeout=deadline, metadata=metadata)
+        except grpc.aio.UsageError as error:
             raise _failed(error) from None
         return AsyncCall(rpc, self._loop, self._ending)
 
@@ -134,6 +164,12 @@ class AsyncBell:
         self._rung = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._event.set)
+
+
+def _ring(call: weakref.ref[AsyncCall]) -> None:
+    """For a timer, which must not keep a stream alive that nobody has."""
+    if (waiting := call()) is not None:
+        waiting.ring()
 
 
 def _failed(error: BaseException) -> BaseException:

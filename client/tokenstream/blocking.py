@@ -1,53 +1,113 @@
 """A connection whose calls block: gRPC's synchronous channel behind the interfaces of `transport`.
 
-One thread per call reads the RPC and stamps each arrival, so that a consumer waits with a limit and is woken at once.
-Its coroutines never suspend: `transport.run` drives them. It does not know what the requests mean.
+Whoever waits for a call reads it, so that no thread of ours stands between; a watchman for each connection cancels
+calls whose time has run out. Its coroutines never suspend: `transport.run` drives them. It does not know what requests
+mean.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from .transport import Arrival, Failed, Late, Metadata, Status, status_of
+from .transport import STREAM_METHOD, Arrival, Failed, Late, Metadata, Status, status_of
+
+_LOOK_SECONDS = 1.0
 
 
 class BlockingCall:
-    """One ModelStreamInfer RPC carrying one request."""
+    """One ModelStreamInfer RPC carrying one request. For one thread, but for `cancel`.
 
-    def __init__(
-        self,
-        stub: service_pb2_grpc.GRPCInferenceServiceStub,
-        request: pb.ModelInferRequest,
-        deadline: float | None,
-        metadata: Metadata,
-    ) -> None:
-        self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        self._rpc = stub.ModelStreamInfer(iter((request,)), timeout=deadline, metadata=metadata)
-        # The thread knows the RPC and the queue but not the stream, so that an abandoned stream is collected.
-        arguments = (self._rpc, self._arrivals)
-        threading.Thread(target=_read, args=arguments, name="tokenstream-reader", daemon=True).start()
+    `ending` keeps an RPC that was released until it has ended: gRPC cancels what is forgotten before.
+    """
+
+    def __init__(self, rpc: Any, watchman: Watchman, ending: set[Any]) -> None:
+        self._rpc = rpc
+        self._watchman = watchman
+        self._ending = ending
+        self._late = False
 
     async def receive(self, limit: float | None) -> Arrival:
-        """The next arrival; Late after `limit` seconds."""
+        """The next arrival; Late after `limit` seconds, which cancels the RPC."""
+        if limit is None:
+            return self._next()
+        self._watchman.enter(self, time.monotonic() + limit)
         try:
-            return self._arrivals.get(timeout=limit)
-        except Empty:
-            raise Late from None
+            arrival = self._next()
+        finally:
+            self._watchman.leave(self)
+        if self._late:
+            raise Late
+        return arrival
+
+    def overdue(self) -> None:
+        """End the wait with Late."""
+        self._late = True
+        self._rpc.cancel()
 
     def release(self) -> None:
-        """Nothing to do: its thread reads to the end."""
+        """Let the RPC end by itself, even if nobody reads on."""
+        self._ending.add(self._rpc)
+        self._rpc.add_done_callback(self._ending.discard)
 
     def cancel(self) -> None:
         """Cancel on the server."""
         self._rpc.cancel()
+
+    def _next(self) -> Arrival:
+        try:
+            response = next(self._rpc, None)
+        except grpc.RpcError as error:
+            return Arrival(time.monotonic(), failure=status_of(error))
+        return Arrival(time.monotonic(), response)
+
+
+class Watchman:
+    """Ends the waits of calls that are late. The thread looks up every second, and goes if it sees nobody wait."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._due: dict[BlockingCall, float] = {}  # monotonic seconds
+        self._wakes_at: float | None = None  # None: no thread
+        self._dismissed = False
+
+    def enter(self, call: BlockingCall, due: float) -> None:
+        """A wait begins that must be over at `due`."""
+        with self._condition:
+            self._due[call] = due
+            if self._wakes_at is None:
+                self._wakes_at = due
+                threading.Thread(target=self._watch, name="tokenstream-watchman", daemon=True).start()
+            elif due < self._wakes_at:
+                self._wakes_at = due
+                self._condition.notify()
+
+    def leave(self, call: BlockingCall) -> None:
+        """A wait is over."""
+        with self._condition:
+            self._due.pop(call, None)
+
+    def dismiss(self) -> None:
+        """Nobody will wait any more."""
+        with self._condition:
+            self._dismissed = True
+            self._condition.notify()
+
+    def _watch(self) -> None:
+        with self._condition:
+            while self._due and not self._dismissed:
+                now = time.monotonic()
+                for call in [call for call, due in self._due.items() if due <= now]:
+                    del self._due[call]
+                    call.overdue()
+                self._wakes_at = min([now + _LOOK_SECONDS, *self._due.values()])
+                self._condition.wait(self._wakes_at - now)
+            self._wakes_at = None
 
 
 class BlockingConnection:
@@ -59,6 +119,11 @@ class BlockingConnection:
         else:
             self._channel = grpc.secure_channel(url, credentials, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stream = self._channel.unary_stream(
+            STREAM_METHOD, pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
+        )
+        self._watchman = Watchman()
+        self._ending: set[Any] = set()
 
     async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata) -> Any:
         """The answer to one small request."""
@@ -72,13 +137,16 @@ class BlockingConnection:
     async def open(self, request: pb.ModelInferRequest, *, deadline: float | None, metadata: Metadata) -> BlockingCall:
         """Send a request."""
         try:
-            return BlockingCall(self._stub, request, deadline, metadata)
+            return BlockingCall(
+                self._stream(request, timeout=deadline, metadata=metadata), self._watchman, self._ending
+            )
         except ValueError:
             raise Failed(_CLOSED) from None
 
     async def close(self) -> None:
         """Cancel what is running and hang up."""
         self._channel.close()
+        self._watchman.dismiss()
 
 
 class BlockingBell:
@@ -97,13 +165,3 @@ class BlockingBell:
 
 
 _CLOSED = Status("CANCELLED", "the channel is closed")
-
-
-def _read(rpc: Iterator[pb.ModelStreamInferResponse], arrivals: SimpleQueue[Arrival]) -> None:
-    failure = None
-    try:
-        for response in rpc:
-            arrivals.put(Arrival(time.monotonic(), response))
-    except grpc.RpcError as error:
-        failure = status_of(error)
-    arrivals.put(Arrival(time.monotonic(), failure=failure))

@@ -60,7 +60,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Seconds as this client saw them, taken when responses arrived and not when they were read.
+    """Seconds as this client saw them, taken when it read the responses.
 
     `ttft`: from sending to the first response with tokens. `gaps` (ITL): between such responses.
     `tokens_per_second`: tokens behind the first response, per second since it; 0 if there are none.

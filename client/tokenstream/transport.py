@@ -18,6 +18,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from .errors import read_seconds
 
+# Each RPC carries one request, so it is opened as one of a single request: the same on the wire, and it costs less.
+STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 _END_SECONDS = 1.0  # within which an RPC should end that is closed on our side and has had its last response
 Metadata = Sequence[tuple[str, str]]
 T = TypeVar("T")
