@@ -41,26 +41,22 @@ class AsyncCall:
         """The next arrival; Late after `limit` seconds, which cancels the RPC."""
         if limit is not None:
             self._set_alarm(self._loop.time() + limit)
+        message, failure = None, None
         try:
             message = await self._rpc.read()
         except grpc.RpcError as error:
-            return self._failed(status_of(error))
+            failure = status_of(error)
         except asyncio.CancelledError:
             if _task_is_cancelled():
                 raise
-            return self._failed(_CANCELLED)
+            failure = _CANCELLED
         finally:
             self._due = None
         if self._late:
             raise Late
-        if message is None:  # what gRPC makes of bytes that it cannot read
-            return Arrival(time.monotonic(), failure=_GARBAGE)
+        if message is None:  # unless it failed, this is what gRPC makes of bytes that it cannot read
+            return Arrival(time.monotonic(), failure=failure or _GARBAGE)
         return Arrival(time.monotonic(), None if message is grpc.aio.EOF else message)
-
-    def _failed(self, status: Status) -> Arrival:
-        if self._late:
-            raise Late
-        return Arrival(time.monotonic(), failure=status)
 
     def _set_alarm(self, due: float) -> None:
         """One timer serves many waits: it is set anew when it rings too early, or would ring too late."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -19,8 +19,12 @@ from .params import DEFAULT_URL, Sampling
 from .timeouts import Timeout
 
 if TYPE_CHECKING:
+    from .aio import AsyncClient
+    from .base import BaseClient
     from .client import Client
     from .security import TLS
+
+    C = TypeVar("C", bound=BaseClient)
 
 _SAMPLING, _SERVER = "Sampling", "Server"  # the panels of --help
 _FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True, "rich_help_panel": _SERVER}
@@ -118,12 +122,22 @@ class ServerOptions:
     def client(self, model: str, total: float | None = None) -> Client:
         """A client for `model`; `total` in seconds. BadParameter, in the words of these options, for what is wrong."""
         from .client import Client
+
+        return self._made(Client, model, total)
+
+    def async_client(self, model: str, total: float | None = None) -> AsyncClient:
+        """The same, asynchronous."""
+        from .aio import AsyncClient
+
+        return self._made(AsyncClient, model, total)
+
+    def _made(self, kind: type[C], model: str, total: float | None) -> C:
         from .security import ExposedSecret
 
         if self.token == "":
             raise typer.BadParameter("the token is empty: leave it out, or give one")
         try:
-            return Client(
+            return kind(
                 self.url,
                 model=model,
                 timeout=Timeout(total=total),

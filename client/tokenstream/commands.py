@@ -11,16 +11,21 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from io import TextIOWrapper
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import __version__
 from .command_options import JsonLines, ModelName, RunDir, SamplingOptions, Seconds, ServerOptions, with_groups
 from .exits import FAILED, OK, WRONG_USAGE, OneLineGroup, failure, one_line_errors
-from .heartbeat import find_fault
-from .local_commands import demo, drain, new_model, run_folders, serve
+from .heartbeat import NOT_SERVING, find_fault
+from .load_commands import load
+from .local_commands import demo, drain, new_model, no_server, run_folders, serve, starting
+
+if TYPE_CHECKING:
+    from .client_bench import Imported, Streamed
 
 app = typer.Typer(cls=OneLineGroup, pretty_exceptions_enable=False)
 bench = typer.Typer(help="Measure, always beside the machine's own limits.")
@@ -116,6 +121,8 @@ def probe(
     with one_line_errors(json_lines=json_lines):
         if live:
             fault = find_fault(run_folders(run_dir))
+            if fault == NOT_SERVING and not starting(run_dir):
+                fault = no_server(run_dir, "is serving")
             if fault is None:
                 typer.echo(json.dumps({"live": True}) if json_lines else "live")
                 raise typer.Exit(OK)
@@ -181,6 +188,7 @@ app.command()(new_model)
 app.command()(serve)
 app.command()(demo)
 app.add_typer(bench, name="bench")
+app.add_typer(load, name="load")
 
 
 @bench.command("engine")
@@ -211,6 +219,36 @@ def bench_engine(
         results = measure_engine(report, model=model, threads=threads, quick=quick, check=check)
         progress.stop()
         write("".join(json.dumps(result) + "\n" for result in results) if json_lines else bench_report(results))
+
+
+@bench.command("client")
+@with_groups
+def bench_client(
+    server: ServerOptions,
+    streams: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of each.")] = 128,
+    model: ModelName = "llm",
+    json_lines: JsonLines = False,
+) -> None:
+    """Measure the client against a running server: CPU time per token, by threads and by tasks, and its import.
+
+    The server must have a seat for each stream, or a place in its queue. --json: one object per measurement.
+    """
+    from .client_bench import measure_imports, measure_tasks, measure_threads
+    from .display import StageProgress, client_report, write
+
+    with one_line_errors(json_lines=json_lines), StageProgress(lines=not json_lines) as progress:
+        progress("threads", 0, None, 0.0)
+        streamed = [measure_threads(lambda: server.client(model), streams, tokens)]
+        progress("tasks", 0, None, 0.0)
+        streamed.append(measure_tasks(lambda: server.async_client(model), streams, tokens))
+        progress("imports", 0, None, 0.0)
+        imported = measure_imports()
+        progress.stop()
+        told: list[Streamed | Imported] = [*streamed, *imported]
+        write(
+            "".join(json.dumps(asdict(one)) + "\n" for one in told) if json_lines else client_report(streamed, imported)
+        )
 
 
 def run() -> None:

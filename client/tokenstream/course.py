@@ -18,6 +18,7 @@ from . import errors
 _ASIDE_SECONDS = 10.0
 _ASIDE_FULL_SECONDS = 1.0
 _PAUSE_FIRST, _PAUSE_MOST = 0.2, 5.0  # seconds; the longest pause doubles from round to round
+_REDIAL_FIRST, _REDIAL_MOST = 0.13, 2.5  # seconds; sooner gRPC repeats its last failure instead of dialling again
 _LONGEST_WAIT = 60.0  # seconds; a server that asks for more is not waited for
 _BUDGET, _DEPOSIT = 100.0, 0.2
 
@@ -134,7 +135,8 @@ class Course:
             rest = _ASIDE_FULL_SECONDS if isinstance(error, errors.Overloaded) else _ASIDE_SECONDS
             self._endpoints.set_aside(self.endpoint, rest if asked is None else asked)
         if verdict is Verdict.AGAIN:
-            self._waits.append(asked or 0.0)
+            dials = isinstance(error, errors.ConnectionFailed)
+            self._waits.append(min(_REDIAL_MOST, _REDIAL_FIRST * 2.0**self._round) if dials else asked or 0.0)
         if not self._left:
             await self._rest(error)
             self._begin_round()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
+    from .client_bench import Imported, Streamed
     from .inventory import Served
 
 _STAGES = (
@@ -199,6 +200,24 @@ def _checks_table(checks: Iterable[Mapping[str, Any]]) -> Table:
         name = f"{check['dtype']} {check['kernels']}"
         table.add_row(name, *errors[:2], agreement, errors[2], str(check["nan"]), str(check["inf"]))
     return table
+
+
+def client_report(streamed: Iterable[Streamed], imported: Iterable[Imported]) -> str:
+    """What `bench client` measured."""
+    from rich.console import Console
+
+    streams = _table("client", "streams", "tokens", "tokens/s", "CPU us/token", "CPU s", "idle CPU")
+    for one in streamed:
+        figures = (f"{one.tokens_per_second:.0f}", f"{one.cpu_us_per_token:.0f}", f"{one.cpu_seconds:.2f}")
+        streams.add_row(one.kind, str(one.streams), str(one.tokens), *figures, f"{one.idle_cpu_share:.1%}")
+    imports = _table("in a fresh interpreter", "ms", "CPU ms")
+    for load in imported:
+        imports.add_row(load.statement, f"{load.wall_ms:.1f}", f"{load.cpu_ms:.1f}")
+    console = Console(file=io.StringIO(), width=_TABLE_WIDTH)
+    with console.capture() as capture:
+        console.print(streams)
+        console.print(imports)
+    return capture.get()
 
 
 def _table(first: str, *others: str) -> Table:

@@ -170,7 +170,7 @@ def from_server(message: str) -> ServerError:
             request_id = value if key == "request" else request_id
             code = value if key == "code" else code
             retry_after = read_seconds(value) if key == "retry_after" else retry_after
-    kind = _kind(text, code)
+    kind, text = _kind(text, code), " ".join(text.split())
     return kind(text or "the server gave no reason", request_id=request_id, code=code, retry_after=retry_after)
 
 

@@ -119,6 +119,8 @@ def explained(error: TokenstreamError) -> str:
         return f"{error.message} (log: {error.log_path})"
     if isinstance(error, ConnectionFailed) and error.message.endswith("socket closed"):
         return f"{error.message}. Is that the port of gRPC? It is 8001 by default, and no other can be asked"
+    if isinstance(error, Overloaded) and error.retry_after:
+        return f"{error.message}. Try again in {error.retry_after:.1f} s"
     return error.message + next((text for kind, text in _CURES if isinstance(error, kind)), "")
 
 

@@ -36,10 +36,7 @@ def drain(
     with one_line_errors(json_lines=json_lines):
         folders = [folder for folder in run_folders(run_dir) if any(lives(b.pid) for b in read_heartbeats(folder))]
         if not folders:
-            where = f"in {run_dir}" if run_dir else "of this user"
-            cure = "start one with `tokenstream serve`, or name its run folder with --run-dir"
-            message = f"no server {where} can be drained, none is serving: {cure}"
-            raise failure(message, NO_CONNECTION, json_lines=json_lines)
+            raise failure(no_server(run_dir, "can be drained, none is serving"), NO_CONNECTION, json_lines=json_lines)
         with writing_to(folders[0]):
             begun = Drain(folders, seconds)
         while not begun.over():
@@ -172,6 +169,18 @@ def new_model(
             typer.echo(json.dumps(told, ensure_ascii=False))
         else:
             typer.echo(f"{made} loads {model}. Serve it with: tokenstream serve --repository {target}")
+
+
+def no_server(run_dir: Path | None, why: str) -> str:
+    """One line: there is no server here, `why` that matters, and the cure."""
+    where = f"in {run_dir}" if run_dir else "of this user"
+    return f"no server {where} {why}: start one with `tokenstream serve`, or name its run folder with --run-dir"
+
+
+def starting(run_dir: Path | None) -> bool:
+    """Whether a live server of this user has its files there, whether or not it serves yet; None: anywhere."""
+    found = run_folders(None)
+    return bool(found) if run_dir is None else run_dir.resolve() in [folder.resolve() for folder in found]
 
 
 def run_folders(run_dir: Path | None) -> list[Path]:

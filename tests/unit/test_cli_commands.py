@@ -162,6 +162,7 @@ def test_nobody_listening_is_one_line_with_the_cure(command):
         ("top_p must be at most 1 [request=r tokens=0 code=INVALID_ARG]", 4, "top_p must be at most 1"),
         ("Request for unknown model: 'llm' is not found", 4, "--model"),
         ("[request id: r] Exceeds maximum queue size", 4, "Try again"),
+        ("the queue is full [request=r tokens=0 code=UNAVAILABLE retry_after=0.25]", 4, "full. Try again in 0.2 s"),
         ("step failed\nin two lines [request=r tokens=0 code=INTERNAL]", 1, "step failed in two lines"),
     ],
 )

@@ -49,10 +49,22 @@ def test_the_instance_that_is_not_live_is_named_in_one_line(tmp_path: Path, beat
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"{why}\n")
 
 
-def test_nobody_serves_before_the_first_beat(tmp_path: Path) -> None:
-    for arguments in ([], ["--run-dir", str(tmp_path)]):
+def test_without_any_server_the_cure_is_told(tmp_path: Path) -> None:
+    cure = "start one with `tokenstream serve`, or name its run folder with --run-dir"
+    for arguments, where in (([], "of this user"), (["--run-dir", str(tmp_path)], f"in {tmp_path}")):
+        result = run("probe", "--live", *arguments)
+        assert (result.exit_code, result.stderr) == (1, f"no server {where} is serving: {cure}\n")
+        told = json.loads(run("probe", "--live", "--json", *arguments).stderr)
+        assert told == {"error": result.stderr.strip(), "code": 1}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_server_that_has_not_beaten_yet_is_not_serving_yet(cache: Path, tmp_path: Path, elsewhere: bool) -> None:
+    folder = RunFolder(cache / "run", files=tmp_path / "mine" if elsewhere else None, shared_memory=tmp_path)
+    for arguments in ([], ["--run-dir", str(folder.files)]):
         result = run("probe", "--live", *arguments)
         assert (result.exit_code, result.stderr) == (1, "not serving yet\n")
+    folder.remove()
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

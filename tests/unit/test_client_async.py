@@ -9,7 +9,6 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import grpc
 import pytest
 
 from tokenstream import (
@@ -17,14 +16,8 @@ from tokenstream import (
     Cancelled,
     ConnectionFailed,
     ConnectTimeout,
-    FirstTokenTimeout,
-    IdleTimeout,
-    InternalError,
-    InvalidRequest,
     NotReady,
     Timeout,
-    TokenstreamError,
-    TotalTimeout,
 )
 from unit.scripted_triton import WAIT, Script, ScriptedTriton, answer, failure, inputs, token
 
@@ -62,11 +55,6 @@ async def over(server: ScriptedTriton, number: int = 0) -> bool:
 def hold(request, call) -> Iterator:
     yield token(0, "one", 100)
     call.over.wait(WAIT)
-
-
-def silence(request, call) -> Iterator:
-    call.over.wait(WAIT)
-    yield from ()
 
 
 def test_chunks_come_in_order_and_add_up():
@@ -136,24 +124,6 @@ def test_generate_and_the_small_questions_are_answered():
             await client.wait_until_ready(0.1)
 
     talk(script, conversation)
-
-
-@pytest.mark.parametrize(
-    ("script", "clocks", "kind", "text"),
-    [
-        (silence, Timeout(first_token=0.05), FirstTokenTimeout, ""),
-        (hold, Timeout(idle=0.05), IdleTimeout, "one"),
-        (hold, Timeout(total=0.2), TotalTimeout, "one"),
-    ],
-)
-def test_every_clock_rings_and_cancels_on_the_server(script, clocks, kind, text):
-    async def conversation(server, client):
-        with pytest.raises(kind) as caught:
-            await client.generate("x")
-        assert caught.value.text == text
-        assert await over(server)
-
-    talk(script, conversation, timeout=clocks)
 
 
 def test_a_port_that_says_nothing_and_one_that_is_closed_are_told_apart():
@@ -294,25 +264,3 @@ def test_fifty_streams_at_once_are_each_their_own():
             assert completion.text == "".join(f"r{number}:{index} " for index in range(20))
 
     talk(script, conversation, workers=60)
-
-
-@pytest.mark.parametrize("said", ["abort", "garbage", "refusal", "closed"])
-def test_no_exception_of_grpcs_own_escapes(said):
-    def script(request, call):
-        if said == "abort":
-            call.context.abort(grpc.StatusCode.DATA_LOSS, "who knows")
-        elif said == "garbage":
-            yield b"\xff\xff\xff\xff"
-        elif said == "refusal":
-            yield failure("no [request=r tokens=0 code=INVALID_ARG]")
-
-    async def conversation(server, client):
-        if said == "closed":
-            server.close()
-        for ask in (client.generate("x"), client.tokenize("x")):
-            with pytest.raises(TokenstreamError) as caught:
-                await ask
-            assert not isinstance(caught.value.__cause__, grpc.RpcError)
-            assert isinstance(caught.value, {"garbage": InternalError, "refusal": InvalidRequest}.get(said, Exception))
-
-    talk(script, conversation, retries=0)

@@ -2,62 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tokenstream import Cancelled, Client, FirstTokenTimeout, IdleTimeout, Timeout
+from unit.breaking_line import Cut, Line, Way, messages
 from unit.scripted_triton import WAIT, ScriptedTriton, answer, failure, inputs, token
 
 WORDS = ("a", "b", "c", "d")
-
-
-class Line:
-    """Carries bytes to a server and back until it is `cut` or `frozen`; later connections are carried again."""
-
-    def __init__(self, target: str) -> None:
-        self._target = ("127.0.0.1", int(target.rpartition(":")[2]))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._frozen: set[socket.socket] = set()
-        self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        """Tear down what is connected."""
-        for end in self._open:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def freeze(self) -> None:
-        """Swallow whatever is sent over what is connected."""
-        self._frozen.update(self._open)
-
-    def close(self) -> None:
-        self._listener.close()
-        self.cut()
-        for end in self._open:
-            end.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
-                self._open += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                if source not in self._frozen:
-                    sink.sendall(data)
-            sink.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
@@ -139,3 +94,30 @@ def test_a_resumed_answer_that_no_longer_comes_says_what_cut_it(serve):
     assert isinstance(caught.value.__cause__, FirstTokenTimeout)
     assert caught.value.text == "ab"
     assert len(server.requests) == 2
+
+
+def uncut(server: ScriptedTriton) -> Line:
+    """A line that has carried one answer."""
+    line = Line(server.url)
+    with Client(line.url) as client:
+        assert client.generate("x").text == "".join(WORDS)
+    line.close()
+    return line
+
+
+@pytest.mark.parametrize("way", Way)
+def test_an_answer_cut_at_any_byte_is_the_answer(way: Way) -> None:
+    server = ScriptedTriton(answer(*WORDS))
+    traffic = uncut(server).traffic
+    assert len(messages(traffic.down)) == 1 + len(WORDS)  # one for the greeting
+    torn = 0
+    for place in (*range(0, len(traffic.of(way)), 29), *messages(traffic.of(way))):
+        line = Line(server.url, Cut(way, bytes=place))
+        with Client(line.url) as client, client.stream("x", seed=1) as stream:
+            chunks = list(stream)
+            assert [chunk.text for chunk in chunks] == list(WORDS)
+            assert [chunk.index for chunk in chunks] == list(range(len(WORDS)))
+        torn += line.torn.is_set()
+        line.close()
+    assert torn > 10
+    server.close()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from llm_engine.request import Code, RequestError
 from tokenstream import errors
 from tokenstream.errors import from_server, from_status, reason_of
 
@@ -100,6 +104,24 @@ def test_a_server_may_say_how_long_to_leave_it_alone(said, understood):
     error = from_server(f"the queue is full [request=r tokens=0 code=UNAVAILABLE retry_after={said}]")
     assert type(error) is errors.Overloaded
     assert (str(error), error.retry_after) == ("the queue is full", understood)
+
+
+@pytest.mark.parametrize("retry_after", [None, 0.1, 12.5])
+def test_what_the_model_writes_behind_an_error_is_what_is_read(replies: Any, retry_after: float | None) -> None:
+    sent: list[Any] = []
+    sender = SimpleNamespace(send=lambda response, flags: sent.append((response.error.text, flags)))
+    replies.pb_utils.TritonError.UNAVAILABLE = 2
+    sending = replies.Replies(1, str)
+    refusal = RequestError("the queue [it is full]", Code.UNAVAILABLE, retry_after)
+    sending.put(replies.Reply(replies.Stream(sender, replies.Call("r-1")), [], refusal))
+    sending.start()
+    sending.stop()
+    ((text, flags),) = sent
+    assert flags == replies.FINAL
+    error = from_server(text)
+    assert type(error) is errors.Overloaded
+    assert (str(error), error.request_id) == ("the queue [it is full]", "r-1")
+    assert (error.code, error.retry_after) == ("UNAVAILABLE", retry_after)
 
 
 def test_who_says_when_to_come_again_is_overloaded_and_not_cut_off():

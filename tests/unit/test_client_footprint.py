@@ -42,7 +42,7 @@ from tokenstream import Client
 
 def look():
     gc.collect()
-    for thread in threading.enumerate():  # a reader ends a moment behind its stream
+    for thread in threading.enumerate():  # a watchman ends a moment behind the last stream
         if thread is not threading.main_thread():
             thread.join(10)
     return len(os.listdir("/proc/self/task")), int(Path("/proc/self/statm").read_text().split()[1]) * 4096

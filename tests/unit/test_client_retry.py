@@ -249,6 +249,20 @@ def test_a_pause_is_as_long_as_the_server_asks_and_not_waited_for_without_bound(
         walk.fails(full(3600.0))
 
 
+def test_nobody_is_dialled_again_before_grpc_would_dial():
+    # Its own pauses: 100 ms, growing by 1.6 up to 2 s, all of them 20 % longer at most. Sooner it repeats its failure.
+    walk = Walk(retries=8)
+    for _ in range(3 * 8):
+        walk.fails(ConnectionFailed("refused"))
+    assert len(walk.pauses) == 8
+    for earlier, pause in enumerate(walk.pauses):
+        assert pause > 1.2 * min(0.1 * 1.6**earlier, 2.0)
+    walk = Walk(retries=1)
+    for error in (ConnectionFailed("refused"), ConnectionFailed("refused"), full(0.01)):
+        walk.fails(error)
+    assert walk.pauses[0] < 0.3  # whoever is sooner there again
+
+
 def test_a_pause_that_would_outlast_the_total_clock_is_not_begun():
     walk = Walk(retries=3, deadline=time.monotonic() + 1.0)
     walk.fails(full(2.0))

@@ -37,6 +37,7 @@ class House:
             self.door.enter(request)
         except RequestError as refused:
             assert refused.code is Code.UNAVAILABLE
+            assert 0.1 <= (refused.retry_after or 0) <= 30.0
             assert f"Exceeds maximum queue size: {self.waits(priority)} requests of priority {priority} wait" in str(
                 refused
             )
@@ -167,3 +168,112 @@ def test_there_is_no_room_while_somebody_waits_although_a_seat_is_free() -> None
     house.door.note_backlog(False)
     waiter.join(WAIT)
     assert told == [True]
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("llm_engine.door.time", clock)
+    return clock
+
+
+def retry_after(house: House, priority: int = 2) -> float:
+    """What the door says to one more of `priority`, whose queue is full."""
+    with pytest.raises(RequestError, match="Exceeds maximum queue size") as refused:
+        house.door.enter(Request("late", [1], SamplingParams(), priority=priority))
+    assert refused.value.retry_after is not None
+    return refused.value.retry_after
+
+
+def full(seats: int = 2, queue: int = 8) -> House:
+    """Nobody was there before; now all seats are taken and the queues of priorities 2 and 3 are full."""
+    house = House(seats, queue)
+    while house.enter():
+        house.seat()
+    while house.enter(3):
+        pass
+    return house
+
+
+def turn_over(house: House, clock: Clock, times: int, seconds: float) -> None:
+    """A seat is freed every so many seconds, and the queue is kept full."""
+    for _ in range(times):
+        clock.now += seconds
+        house.leave(len(house.waiting))
+        house.seat()
+        priority = 2 if house.waits(2) < 8 else 3
+        assert house.enter(priority)
+
+
+@pytest.mark.parametrize("times", [1, 5, 100])
+def test_a_full_queue_asks_for_the_time_in_which_half_of_those_ahead_get_seats(clock: Clock, times: int) -> None:
+    house = full()
+    turn_over(house, clock, times, 0.25)
+    assert retry_after(house, 2) == pytest.approx(0.25 * 8 / 2)
+    assert retry_after(house, 3) == pytest.approx(0.25 * 16 / 2)  # it waits behind the others
+
+
+def test_a_pace_that_changes_is_followed(clock: Clock) -> None:
+    house = full()
+    turn_over(house, clock, 40, 0.25)
+    turn_over(house, clock, 40, 0.5)
+    assert retry_after(house) == pytest.approx(0.5 * 8 / 2)
+
+
+def test_seats_that_nobody_frees_are_waited_for_ever_longer_and_never_too_long(clock: Clock) -> None:
+    house = full()
+    guess = retry_after(house)
+    clock.now += 4.0
+    assert guess < retry_after(house) == pytest.approx(16.0)
+    clock.now += 1e6
+    assert retry_after(house) == 30.0
+
+
+def test_the_quickest_seats_are_not_asked_for_at_once(clock: Clock) -> None:
+    house = full()
+    turn_over(house, clock, 10, 1e-4)
+    assert retry_after(house) == 0.1
+
+
+def test_time_in_which_nobody_waited_tells_nothing_of_the_pace(clock: Clock) -> None:
+    house = full(seats=1)
+    turn_over(house, clock, 3, 0.25)
+    while house.waiting or house.seated:
+        clock.now += 0.25
+        house.leave(len(house.waiting))
+        house.seat()
+    clock.now += 3600.0
+    while house.enter():
+        house.seat()
+    assert retry_after(house) == pytest.approx(0.25 * 8 / 2)
+
+
+def test_without_a_queue_it_is_the_next_seat_that_is_waited_for(clock: Clock) -> None:
+    house = House(seats=1, queue=0)
+    for _ in range(3):
+        assert house.enter()
+        house.seat()
+        clock.now += 2.0
+        house.leave()
+    assert house.enter()
+    house.seat()
+    assert retry_after(house) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("reason", ["we are closing", "draining: the server is shutting down"])
+def test_who_closes_does_not_know_when_to_come_again(reason: str) -> None:
+    house = House(seats=1, queue=1)
+    house.door.close(reason)
+    with pytest.raises(RequestError, match=reason) as refused:
+        house.door.enter(Request("late", [1], SamplingParams()))
+    assert refused.value.retry_after is None

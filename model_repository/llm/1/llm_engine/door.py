@@ -9,49 +9,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 
 from .request import Code, Request, RequestError
 
 RETRY_LEAST, RETRY_MOST = 0.1, 30.0  # seconds
-_LATELY = 32  # seats freed
-
-
-class Pace:
-    """How long it takes until another seat is free, by those freed lately, while somebody waited for them."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._before = 1.0  # seconds per seat in the queue before this one; a guess at first
-        self._moments = deque([clock()], _LATELY + 1)  # when somebody began to wait, or a seat was freed
-
-    def begin(self) -> None:
-        """Somebody waits, and nobody did before."""
-        if seats := len(self._moments) - 1:
-            self._before = (self._moments[-1] - self._moments[0]) / seats
-        self._moments = deque([self._clock()], _LATELY + 1)
-
-    def note_free(self) -> None:
-        """A seat has been freed."""
-        self._moments.append(self._clock())
-
-    def seconds(self) -> float:
-        """Seconds per seat."""
-        seats, lasted = len(self._moments) - 1, self._clock() - self._moments[0]
-        return lasted / seats if seats else max(lasted, self._before)
+_LATELY = 33  # moments, which are 32 seats
 
 
 class Door:
     """At most `seats` requests are computed at once; of each priority at most `max_queue_size` more may wait."""
 
-    def __init__(self, seats: int, max_queue_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seats: int, max_queue_size: int) -> None:
         self.live: dict[str, Request] = {}  # by id; only the engine's thread may go through it
         self._seats = seats
         self._max_queue_size = max_queue_size
         self._waiting: Counter[int] = Counter()  # by priority: those inside who never had a seat
         self._backlog = False
         self._closed = ""
-        self._pace = Pace(clock)
+        self._per_seat = 1.0  # seconds in which a seat was freed when somebody waited before; a guess at first
+        self._moments = deque([time.monotonic()], _LATELY)  # when somebody began to wait, or a seat was freed
         self._changed = threading.Condition()
 
     def enter(self, request: Request) -> None:
@@ -73,7 +49,8 @@ class Door:
                     self._retry_after(request.priority),
                 )
             if not everybody:
-                self._pace.begin()
+                self._per_seat = self._pace(self._moments[-1])
+                self._moments = deque([time.monotonic()], _LATELY)
             self.live[request.id] = request
             self._waiting[request.priority] += 1
 
@@ -88,7 +65,7 @@ class Door:
             del self.live[request.id]
             self._waiting[request.priority] -= request.queued
             if not request.queued:
-                self._pace.note_free()
+                self._moments.append(time.monotonic())
             self._changed.notify_all()
 
     def close(self, reason: str) -> None:
@@ -117,7 +94,12 @@ class Door:
     def _retry_after(self, priority: int) -> float:
         """Seconds until half of those before it have a seat: then there is room, and still work for the seats."""
         ahead = sum(count for level, count in self._waiting.items() if level <= priority)
-        return min(max(RETRY_LEAST, self._pace.seconds() * max(1.0, ahead / 2)), RETRY_MOST)
+        return min(max(RETRY_LEAST, self._pace(time.monotonic()) * max(1.0, ahead / 2)), RETRY_MOST)
+
+    def _pace(self, now: float) -> float:
+        """Seconds in which a seat is freed while somebody waits; until one was, at least what it was before."""
+        seats, lasted = len(self._moments) - 1, now - self._moments[0]
+        return lasted / seats if seats else max(lasted, self._per_seat)
 
     def _has_room(self) -> bool:
         return bool(self._closed) or (len(self.live) < self._seats and not self._backlog)
