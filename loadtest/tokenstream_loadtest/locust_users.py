@@ -1,0 +1,183 @@
+"""Users for a locustfile, and the wiring of Locust's events; importing it is enough:
+
+    from tokenstream_loadtest.locust_users import OpenAIUser, OpenLoopUser, TokenstreamUser
+
+Locust itself spawns, stops and distributes them, and shows them on its page. What is asked comes from `--workload`, and
+what is measured is told by `locust_session`: a user does nothing but ask and wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import gevent
+from locust import User, constant, events, task
+from locust.env import Environment
+from locust.exception import StopUser
+from locust.runners import MasterRunner, WorkerRunner
+
+from .locust_charts import add_charts
+from .locust_link import DriverFailed
+from .locust_options import Choices, add_options
+from .locust_outcome import conclude, passes, table, write_files
+from .locust_session import FINISH, FINISHED, Session
+from .locust_shape_class import TokenShape
+from .results import Run
+
+_SESSION = "tokenstream_session"  # the attribute of Locust's environment that holds ours
+_BREATH = 0.1  # seconds that a user waits who was turned away: a dead server must not make a busy loop
+_MISSED, _WRONG_USAGE = 1, 2  # exit codes
+_log = logging.getLogger("tokenstream")
+
+
+class StreamUser(User):
+    """Asks, waits for the end of the answer, and asks again: a closed loop, whose load falls when the server slows."""
+
+    abstract = True
+    wait_time = constant(0)
+
+    @task
+    def ask(self) -> None:
+        """One request."""
+        record = session_of(self.environment).ask(self.context())
+        if record.outcome in ("connection", "internal", "unauthorized", "overloaded"):
+            gevent.sleep(_BREATH)
+
+
+class TokenstreamUser(StreamUser):
+    """Over gRPC, to `--host HOST:PORT`."""
+
+
+class OpenAIUser(StreamUser):
+    """Over OpenAI's HTTP interface, to `--host http://HOST:PORT`."""
+
+
+class OpenLoopUser(User):
+    """Sends nothing itself: with `--rate` every process sends its share of the schedule, whatever number of users."""
+
+    wait_time = constant(1)
+
+    @task
+    def wait_for_the_end(self) -> None:
+        """Be there, as Locust wants it."""
+        if not session_of(self.environment).running:
+            raise StopUser
+
+
+def session_of(environment: Environment) -> Session:
+    """Ours, of this environment."""
+    session: Session = getattr(environment, _SESSION)
+    return session
+
+
+def _wire(environment: Environment, **_: object) -> None:
+    session = Session(environment)
+    setattr(environment, _SESSION, session)
+    leader = _Leader(session)
+    hooks: Any = environment.events
+    hooks.spawning_complete.add_listener(session.see_users)
+    hooks.test_start.add_listener(leader.begin)
+    hooks.test_stopping.add_listener(leader.finish)
+    hooks.quitting.add_listener(leader.quit)
+    runner = environment.runner
+    if not isinstance(runner, WorkerRunner):
+        _choose(environment, session)
+    session.prepare()
+    # Locust sets its --run-time timer next, from a time that the loop has not looked at since all this was imported.
+    gevent.get_hub().loop.update_now()
+    if isinstance(runner, WorkerRunner):
+        hooks.report_to_master.add_listener(lambda client_id, data: session.put_report(data))  # noqa: ARG005
+        runner.register_message(FINISH, lambda **_: session.finish(), concurrent=True)
+        return
+    if isinstance(runner, MasterRunner):
+        hooks.worker_report.add_listener(session.take_report)
+        runner.register_message(FINISHED, lambda msg, **_: session.take_report(msg.node_id, msg.data))
+    if environment.web_ui is not None:
+        add_charts(environment.web_ui, session)
+
+
+def _choose(environment: Environment, session: Session) -> None:
+    """The user class and the shape that the options ask for; a wrong option ends Locust with one line."""
+    options = session.options
+    try:
+        choices = Choices.read(options, environment.host)
+    except ValueError as error:
+        sys.stderr.write(f"locust: error: {error}\n")
+        sys.exit(_WRONG_USAGE)
+    own = OpenLoopUser if choices.stage else OpenAIUser if choices.target == "openai" else TokenstreamUser
+    if not options.user_classes:  # what somebody has added to the locustfile stays
+        others = {TokenstreamUser, OpenAIUser, OpenLoopUser} - {own}
+        environment.user_classes[:] = [each for each in environment.user_classes if each not in others]
+    if options.shape:
+        environment.shape_class = TokenShape(session)
+        environment.shape_class.runner = environment.runner
+
+
+class _Leader:
+    """Begins and ends the tests of a session, and tells what they came to."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._unconcluded = False  # a test was begun, or tried
+
+    def begin(self, environment: Environment, **_: object) -> None:
+        environment.process_exit_code = None
+        self._unconcluded = True
+        try:
+            self._session.begin()
+            if isinstance(environment.shape_class, TokenShape):
+                environment.shape_class.reset_time()  # its time begins when requests can be sent
+        except (DriverFailed, ValueError) as error:
+            _log.error("the test cannot begin: %s", error)
+            environment.process_exit_code = _MISSED
+            if environment.runner is not None:
+                gevent.spawn(environment.runner.quit)
+
+    def finish(self, environment: Environment, **_: object) -> None:
+        session = self._session
+        if not session.finish() or session.totals is None or session.choices is None or session.meter is None:
+            return
+        self._unconcluded = False
+        cores, counts = session.meter.read(), session.count()
+        shape = environment.shape_class
+        told = shape.notes() if isinstance(shape, TokenShape) else ()
+        run = conclude(
+            session.totals,
+            session.choices,
+            cores,
+            counts,
+            server=session.server,
+            shape=str(session.options.shape),
+            told=told,
+        )
+        sys.stdout.write(f"{table(run)}\n\n")
+        sys.stdout.flush()
+        if session.choices.report:
+            self._write(run, session.choices.report)
+        if not passes(run, ignore_flaws=session.choices.ignore_flaws):
+            environment.process_exit_code = _MISSED
+        elif session.choices.objectives:
+            environment.process_exit_code = 0  # they say how many errors are too many
+
+    def _write(self, run: Run, folder: str) -> None:
+        try:
+            paths = write_files(run, Path(folder))
+        except OSError as error:
+            _log.error("the report cannot be written: %s", error)
+            return
+        _log.info("the run is in %s", ", ".join(str(path) for path in paths))
+
+    def quit(self, environment: Environment, **_: object) -> None:
+        self.finish(environment)
+        if self._unconcluded and self._session.totals is not None:
+            _log.error("the test ended before it had begun: nothing was measured")
+            environment.process_exit_code = _MISSED
+        self._session.close()
+
+
+_EVENTS: Any = events
+_EVENTS.init_command_line_parser.add_listener(add_options)
+_EVENTS.init.add_listener(_wire)

@@ -1,0 +1,366 @@
+"""Locust itself against scripted servers: every request is counted once, whatever dies, and gRPC stays out of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenstream_loadtest.tally import Group
+from unit.locust_runs import children, driver_of, eventually, free_port, is_driver, locust, output, result, run, workers
+from unit.scripted_triton import Script, ScriptedCall, ScriptedTriton, answer, failure, token
+
+WORDS = ("one", "two", "three", "four")
+Serve = Callable[..., ScriptedTriton]
+
+
+def paced(*words: str, gap: float = 0.05) -> Script:
+    """Tokens with a pause before each, unless the caller leaves."""
+    plain = answer(*words)
+
+    def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
+        for response in plain(request, call):
+            if call.over.wait(gap):
+                return
+            yield response
+
+    return script
+
+
+@pytest.fixture
+def triton() -> Iterator[Serve]:
+    open_now: list[ScriptedTriton] = []
+
+    def start(script: Script, workers: int = 24) -> ScriptedTriton:
+        def guarded(request: Any, call: ScriptedCall) -> Iterator[Any]:
+            if is_asked(request):
+                yield from script(request, call)
+            else:
+                yield failure("it tells nothing of itself [request=x tokens=0 code=UNIMPLEMENTED]")
+
+        open_now.append(ScriptedTriton(guarded, workers=workers))
+        return open_now[-1]
+
+    yield start
+    for one in open_now:
+        one.close()
+
+
+def is_asked(request: Any) -> bool:
+    """Whether a user asked, and not a driver who is there."""
+    return bool(request.id.startswith("locust-"))
+
+
+def asked(server: ScriptedTriton) -> list[Any]:
+    """What users have asked so far."""
+    return list(filter(is_asked, server.requests))
+
+
+def told(folder: Path) -> Group:
+    """What all requests of its one measurement came to."""
+    (measurement,) = result(folder).measurements
+    return measurement.all
+
+
+def test_two_hundred_streams_at_once_are_all_answered_and_counted_without_grpc_in_locust(triton, tmp_path):
+    users, here, all_here = 200, threading.Semaphore(0), threading.Event()
+    plain = paced(*WORDS, gap=0.2)
+
+    def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
+        here.release()
+        assert all_here.wait(60)
+        yield from plain(request, call)
+
+    def count() -> None:
+        for _ in range(users):
+            here.acquire()
+        all_here.set()
+
+    threading.Thread(target=count, daemon=True).start()
+    server = triton(script, workers=users + 8)
+    file = tmp_path / "locustfile.py"
+    file.write_text(
+        "import sys\n"
+        "from locust import events\n"
+        "from tokenstream_loadtest.locust_users import TokenstreamUser\n"
+        "@events.quit.add_listener\n"
+        "def tell(exit_code, **_):\n"
+        "    print('grpc modules:', [name for name in sys.modules if name.split('.')[0] == 'grpc'])\n"
+    )
+    load = ("-u", str(users), "-r", str(users), "--ignore-flaws")
+    code = run(tmp_path, server.url, *load, file=file, until=lambda: len(asked(server)) >= users + 100)
+    assert code == 0, output(tmp_path)
+    assert "grpc modules: []" in output(tmp_path)
+    group = told(tmp_path)
+    assert all_here.is_set()
+    assert group.outcomes == {"ok": len(asked(server))}
+    assert group.output_tokens == len(WORDS) * len(asked(server))
+    assert result(tmp_path).measurements[0].stage.concurrency == users
+
+
+def test_two_workers_count_what_the_server_answered(triton, tmp_path):
+    server = triton(paced(*WORDS))
+    load = ("-u", "6", "-r", "6", *workers(2), "--ignore-flaws")
+    code = run(tmp_path, server.url, *load, until=lambda: len(asked(server)) >= 40)
+    assert code == 0, output(tmp_path)
+    group = told(tmp_path)
+    assert group.outcomes == {"ok": len(asked(server))}
+    assert group.output_tokens == len(WORDS) * len(asked(server))
+    assert len({request.id.rpartition("-")[0] for request in asked(server)}) == 2  # drivers
+    assert not [flaw for flaw in result(tmp_path).measurements[0].flaws if "worker" in flaw]
+
+
+def test_an_objective_that_holds_passes_and_one_that_does_not_fails(triton, tmp_path):
+    server = triton(paced(*WORDS))
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for folder, slo, code in ((good, "e2e_p99=60s", 0), (bad, "e2e_p50=1ms", 1)):
+        folder.mkdir()
+        options = ("-u", "2", "-r", "2", "-t", "5s", "--slo", slo, "--slo", "errors=0%", "--ignore-flaws")
+        assert run(folder, server.url, *options) == code, output(folder)
+        assert {path.name for path in folder.iterdir()} >= {"run.json", "run.csv", "report.html"}
+    assert "met    e2e_p99=60s" in output(good)
+    assert "MISSED e2e_p50=1ms" in output(bad)
+
+
+def test_errors_that_nobody_forgave_fail_the_run_and_show_their_line(triton, tmp_path):
+    def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
+        yield failure("queue_full: no room [request=x tokens=0 code=UNAVAILABLE]")
+
+    server = triton(script)
+    load = ("-u", "1", "--slo", "errors=5%", "--ignore-flaws")
+    assert run(tmp_path, server.url, *load, until=lambda: len(asked(server)) >= 5) == 1
+    group = told(tmp_path)
+    assert group.errors == group.requests == len(asked(server))
+    assert "MISSED errors=5%: 100 %" in output(tmp_path)
+
+
+def test_a_rate_is_kept_whatever_users_there_are_and_shared_by_workers(triton, tmp_path):
+    server = triton(paced(*WORDS))
+    load = ("--rate", "20", "--arrivals", "constant", *workers(2), "--ignore-flaws")
+    assert run(tmp_path, server.url, *load, until=lambda: len(asked(server)) >= 80) == 0, output(tmp_path)
+    (measurement,) = result(tmp_path).measurements
+    assert measurement.stage.label == "20/s constant"
+    assert measurement.all.outcomes == {"ok": len(asked(server))}
+    starts = [second.sent for _, second in sorted(measurement.tally.seconds.items())][1:3]
+    assert all(15 <= sent <= 25 for sent in starts), starts
+
+
+def test_a_stall_shows_from_the_schedule_in_an_open_loop(triton, tmp_path):
+    plain, frozen = answer(*WORDS), threading.Event()
+
+    def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
+        if len(asked(server)) == 20:
+            threading.Timer(2.0, frozen.set).start()
+        if len(asked(server)) >= 20:
+            frozen.wait(10)
+        yield from plain(request, call)
+
+    server = triton(script, workers=80)
+    until = lambda: frozen.is_set() and len(asked(server)) >= 60  # noqa: E731
+    assert run(tmp_path, server.url, "--rate", "20", "--ignore-flaws", until=until) == 0, output(tmp_path)
+    assert (told(tmp_path).histograms["ttft"].percentile(99) or 0) > 1.5
+
+
+def test_a_ramp_ends_when_an_objective_breaks(triton, tmp_path):
+    gate = threading.Semaphore(1)
+    plain = answer(*WORDS)
+
+    def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
+        with gate:  # one at a time, a tenth of a second each: two users wait for each other
+            call.over.wait(0.1)
+            yield from plain(request, call)
+
+    server = triton(script)
+    ramp = ("--shape", "ramp", "--shape-seconds", "3", "-u", "64")
+    code = run(tmp_path, server.url, *ramp, "--slo", "ttft_p50=350ms", "--ignore-flaws")
+    assert code in (0, 1)  # by all requests of the run
+    (measurement,) = result(tmp_path).measurements
+    assert "the number of users changed while it was measured: shape ramp" in measurement.notes
+    assert any("users at once met every objective, and the next step missed one" in note for note in measurement.notes)
+    assert (measurement.stage.concurrency or 64) < 64
+    assert measurement.all.outcomes == {"ok": len(asked(server))}
+
+
+def test_a_driver_that_is_killed_is_told_of_once_and_replaced(triton, tmp_path):
+    server = triton(paced(*WORDS))
+    with locust(tmp_path, server.url, "-u", "4", "-r", "4") as process:
+        eventually(lambda: len(asked(server)) >= 8)
+        os.kill(driver_of(process), signal.SIGKILL)
+        before = len(asked(server))
+        eventually(lambda: len(asked(server)) >= before + 8)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 1
+    assert output(tmp_path).count("the driver process ended (exit code -9)") >= 1
+    assert sum("another one is started" in line for line in output(tmp_path).splitlines()) == 1
+    (measurement,) = result(tmp_path).measurements
+    assert measurement.all.outcomes["internal"] == 4
+    assert measurement.all.outcomes["ok"] >= 12
+    assert "the driver process ended 1 times in the test" in measurement.flaws
+
+
+def test_a_worker_that_is_killed_takes_its_last_requests_along_and_that_is_a_flaw(triton, tmp_path):
+    server = triton(paced(*WORDS))
+    with locust(tmp_path, server.url, "-u", "4", "-r", "4", *workers(2)) as process:
+        eventually(lambda: len(asked(server)) >= 12)
+        os.kill(next(pid for pid in children(process.pid) if not is_driver(pid)), signal.SIGKILL)
+        before = len(asked(server))
+        eventually(lambda: len(asked(server)) >= before + 12)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 1
+    (measurement,) = result(tmp_path).measurements
+    assert any("did not tell how it ended" in flaw for flaw in measurement.flaws)
+    assert set(measurement.all.outcomes) == {"ok"}
+
+
+def test_a_driver_ends_with_its_locust_even_if_that_is_killed(triton, tmp_path):
+    server = triton(paced(*(["word"] * 2000)))
+    with locust(tmp_path, server.url, "-u", "3", "-r", "3", "--max-tokens", "2000") as process:
+        eventually(lambda: len(asked(server)) >= 3)
+        driver = driver_of(process)
+        process.kill()
+        process.wait()
+        eventually(lambda: not is_driver(driver), 10)
+    assert all(call.over.wait(10) for call in server.calls)
+    assert sum(call.cancelled for call in server.calls) >= 3
+
+
+def test_ctrl_c_waits_for_what_is_under_way_and_writes_everything(triton, tmp_path):
+    server = triton(paced(*WORDS, gap=0.2))
+    with locust(tmp_path, server.url, "-u", "4", "-r", "4", "--slo", "errors=0%", "--ignore-flaws") as process:
+        eventually(lambda: len(asked(server)) >= 6)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, output(tmp_path)
+    assert told(tmp_path).outcomes == {"ok": len(asked(server))}
+    assert not children_left(process)
+
+
+def test_what_is_not_done_in_time_is_cut_counted_and_a_flaw(triton, tmp_path):
+    def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
+        yield token(0, "one", 100)
+        call.over.wait(60)
+
+    server = triton(script)
+    load = ("-u", "2", "-r", "2", "--drain", "1")
+    assert run(tmp_path, server.url, *load, until=lambda: len(asked(server)) == 2) == 1
+    (measurement,) = result(tmp_path).measurements
+    assert measurement.all.outcomes == {"timeout": 2}
+    assert "2 requests were not done 1 s behind the end, and were cut" in measurement.flaws
+    assert all(call.over.wait(10) for call in server.calls)
+
+
+def test_openais_interface_is_asked_as_well(tmp_path):
+    with Streaming() as server:
+        load = ("--target", "openai", "-u", "3", "-r", "3", "--slo", "errors=0%", "--ignore-flaws")
+        assert run(tmp_path, server.url, *load, until=lambda: server.answered >= 12) == 0, output(tmp_path)
+        assert told(tmp_path).outcomes == {"ok": server.answered}
+    assert told(tmp_path).output_tokens == 2 * server.answered
+    assert "SSE " in output(tmp_path)  # the kind of its row in Locust's own table
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--workload", "nothing"), "no workload 'nothing'"),
+        (("--slo", "speed=1"), "no objective: 'speed=1'"),
+        (("--rate", "3", "--shape", "spike"), "give one of them"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(tmp_path, options, told):
+    assert run(tmp_path, "127.0.0.1:1", "-t", "1s", *options) == 2
+    assert told in output(tmp_path)
+    assert "Traceback" not in output(tmp_path)
+
+
+def test_nobody_there_is_no_busy_loop_and_fails(tmp_path):
+    assert run(tmp_path, f"127.0.0.1:{free_port()}", "-u", "2", "-r", "2", "-t", "6s") == 1
+    group = told(tmp_path)
+    assert set(group.outcomes) == {"connection"}
+    assert group.requests <= 2 * 6 * 10 + 2  # each waits for a tenth of a second
+    assert "no request was answered" in output(tmp_path)
+
+
+def test_the_web_page_has_a_tab_and_charts_of_what_is_measured(triton, tmp_path):
+    server, port = triton(paced(*WORDS)), free_port()
+    web = ("--web-host", "127.0.0.1", "--web-port", str(port), "--autostart", "-u", "2", "--slo", "ttft_p95=9s")
+    base = f"http://127.0.0.1:{port}"
+    with locust(tmp_path, server.url, *web, headless=False):
+        eventually(lambda: points(base))
+        page, script = fetch(f"{base}/tokenstream/"), fetch(f"{base}/tokenstream/charts.js")
+        assert "Token charts" in page
+        assert "innerHTML" not in script
+        assert "http" not in page.replace("http-equiv", "")  # nothing from elsewhere
+        told = json.loads(fetch(f"{base}/tokenstream/points"))
+        assert sum(point["requests"] for point in told["points"]) > 0
+        assert told["objectives"][0] == {"name": "ttft_p95=9s", "value": pytest.approx(0.1, abs=9), "met": True}
+        assert Counter(row["metric"] for row in told["rows"])["TTFT"] == 1
+        stats = json.loads(fetch(f"{base}/stats/requests"))
+        assert stats["extended_stats"][0]["key"] == "tokenstream"
+        assert '"title": "Tokens"' in fetch(f"{base}/")
+
+
+class Streaming(ThreadingHTTPServer):
+    """A server of OpenAI's interface that answers with two tokens."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Events)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.answered = 0
+        self.lock = threading.Lock()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        super().__exit__(*error)
+
+
+class _Events(BaseHTTPRequestHandler):
+    server: Streaming
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for text, reason in (("one", None), ("two", "length")):
+            choice = {"index": 0, "text": text, "delta": {"content": text}, "finish_reason": reason}
+            self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            time.sleep(0.05)
+        with self.server.lock:
+            self.server.answered += 1
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing: the test's output is its own."""
+
+
+def points(base: str) -> list[Any]:
+    try:
+        return list(json.loads(fetch(f"{base}/tokenstream/points"))["points"])
+    except OSError:
+        return []
+
+
+def fetch(url: str) -> str:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
+        return str(response.read().decode())
+
+
+def children_left(process: subprocess.Popen[str]) -> bool:
+    """Whether a Locust that has ended left anything."""
+    return Path(f"/proc/{process.pid}").exists() and bool(children(process.pid))
