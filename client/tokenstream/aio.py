@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-import grpc
-
-from . import protocol
+from ._grpc import grpc
 from .asynchronous import AsyncBell, AsyncConnection
 from .base import BaseClient
 from .params import Options
+from .protocol import Message, Prompt, server_info
 from .results import Chunk, Completion, ModelStatus, ServerInfo
 from .stream import AnswerView
 
@@ -77,7 +76,7 @@ class AsyncClient(BaseClient):
         self,
         prompt: str | None = None,
         *,
-        messages: Sequence[protocol.Message] | None = None,
+        messages: Sequence[Message] | None = None,
         input_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> AsyncTokenStream:
@@ -86,9 +85,9 @@ class AsyncClient(BaseClient):
         Exactly one of `prompt` (text as it is), `messages` (through the model's chat template) and `input_ids` must be
         given. Raises TypeError for an unknown keyword, ValueError for an impossible one.
         """
-        return AsyncTokenStream(self._pursue(protocol.Prompt(prompt, messages, input_ids), options))
+        return AsyncTokenStream(self._pursue(Prompt(prompt, messages, input_ids), options))
 
-    def chat(self, messages: Sequence[protocol.Message], **options: Unpack[Options]) -> AsyncTokenStream:
+    def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> AsyncTokenStream:
         """`stream` for chat messages: `[{"role": "user", "content": "..."}]`."""
         return self.stream(messages=messages, **options)
 
@@ -96,7 +95,7 @@ class AsyncClient(BaseClient):
         self,
         prompt: str | None = None,
         *,
-        messages: Sequence[protocol.Message] | None = None,
+        messages: Sequence[Message] | None = None,
         input_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Completion:
@@ -114,7 +113,7 @@ class AsyncClient(BaseClient):
 
     async def info(self) -> ServerInfo:
         """What the server says of its model: limits, dtype, exactness, versions."""
-        return protocol.server_info((await self._operate("info")).text)
+        return server_info((await self._operate("info")).text)
 
     async def models(self) -> tuple[ModelStatus, ...]:
         """The models in the server's repository."""

@@ -68,29 +68,28 @@ class BlockingCall:
 
 
 class Watchman:
-    """Ends the waits of calls that are late. The thread looks up every second, and goes if it sees nobody wait."""
+    """Ends the waits of calls that are late. The thread looks up every second, and goes if it sees nobody wait.
+
+    Whoever waits enters and leaves at every token, so that they do it without the lock: each step on the dictionary is
+    whole, and the thread looks into it once more behind the moment from which it is not counted on.
+    """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
         self._due: dict[BlockingCall, float] = {}  # monotonic seconds
         self._wakes_at: float | None = None  # None: no thread
         self._dismissed = False
+        self._condition = threading.Condition()
 
     def enter(self, call: BlockingCall, due: float) -> None:
         """A wait begins that must be over at `due`."""
-        with self._condition:
-            self._due[call] = due
-            if self._wakes_at is None:
-                self._wakes_at = due
-                threading.Thread(target=self._watch, name="tokenstream-watchman", daemon=True).start()
-            elif due < self._wakes_at:
-                self._wakes_at = due
-                self._condition.notify()
+        self._due[call] = due
+        wakes_at = self._wakes_at
+        if wakes_at is None or due < wakes_at:
+            self._call(due)
 
     def leave(self, call: BlockingCall) -> None:
         """A wait is over."""
-        with self._condition:
-            self._due.pop(call, None)
+        self._due.pop(call, None)
 
     def dismiss(self) -> None:
         """Nobody will wait any more."""
@@ -98,14 +97,26 @@ class Watchman:
             self._dismissed = True
             self._condition.notify()
 
+    def _call(self, due: float) -> None:
+        with self._condition:
+            if self._wakes_at is None:
+                threading.Thread(target=self._watch, name="tokenstream-watchman", daemon=True).start()
+            self._wakes_at = due
+            self._condition.notify()
+
     def _watch(self) -> None:
         with self._condition:
-            while self._due and not self._dismissed:
+            while not self._dismissed:
                 now = time.monotonic()
-                for call in [call for call, due in self._due.items() if due <= now]:
-                    del self._due[call]
+                for call in [call for call, due in list(self._due.items()) if due <= now]:
+                    self._due.pop(call, None)
                     call.overdue()
-                self._wakes_at = min([now + _LOOK_SECONDS, *self._due.values()])
+                self._wakes_at = min([now + _LOOK_SECONDS, *list(self._due.values())])
+                if not self._due:
+                    self._wakes_at = None
+                    if not self._due:
+                        return
+                    self._wakes_at = now
                 self._condition.wait(self._wakes_at - now)
             self._wakes_at = None
 

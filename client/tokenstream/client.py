@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-import grpc
-
-from . import protocol
+from ._grpc import grpc
 from .base import BaseClient
 from .blocking import BlockingBell, BlockingConnection
 from .params import Options
+from .protocol import Message, Prompt, server_info
 from .results import Completion, ModelStatus, ServerInfo
 from .stream import TokenStream
 from .transport import run
@@ -41,7 +40,7 @@ class Client(BaseClient):
         self,
         prompt: str | None = None,
         *,
-        messages: Sequence[protocol.Message] | None = None,
+        messages: Sequence[Message] | None = None,
         input_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> TokenStream:
@@ -51,9 +50,9 @@ class Client(BaseClient):
         given. Raises TypeError for an unknown keyword, ValueError for an impossible one, ConnectionFailed or
         ConnectTimeout; what the server refuses is raised by iterating.
         """
-        return TokenStream(self._pursue(protocol.Prompt(prompt, messages, input_ids), options))
+        return TokenStream(self._pursue(Prompt(prompt, messages, input_ids), options))
 
-    def chat(self, messages: Sequence[protocol.Message], **options: Unpack[Options]) -> TokenStream:
+    def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> TokenStream:
         """`stream` for chat messages: `[{"role": "user", "content": "..."}]`."""
         return self.stream(messages=messages, **options)
 
@@ -61,7 +60,7 @@ class Client(BaseClient):
         self,
         prompt: str | None = None,
         *,
-        messages: Sequence[protocol.Message] | None = None,
+        messages: Sequence[Message] | None = None,
         input_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Completion:
@@ -79,7 +78,7 @@ class Client(BaseClient):
 
     def info(self) -> ServerInfo:
         """What the server says of its model: limits, dtype, exactness, versions."""
-        return protocol.server_info(run(self._operate("info")).text)
+        return server_info(run(self._operate("info")).text)
 
     def models(self) -> tuple[ModelStatus, ...]:
         """The models in the server's repository."""

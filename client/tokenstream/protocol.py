@@ -17,6 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from .errors import InternalError, InvalidRequest, from_server
 from .results import ModelStatus, ServerInfo, Timings, TokenLogprob
 
+_INT32, _UINT64 = struct.Struct("<i"), struct.Struct("<Q")
 Message = Mapping[str, Any]  # a chat message as the model's template wants it: role, content, ...
 
 
@@ -34,11 +35,11 @@ class Prompt:
             raise TypeError("give exactly one of prompt, messages and input_ids")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """One response taken apart. `final`: nothing follows. `data`: it holds output and not the final mark alone.
 
-    None means that the server left the tensor out.
+    None means that the server left the tensor out. Not frozen, which would double what it costs, at every token.
     """
 
     final: bool
@@ -130,13 +131,12 @@ def parse(response: pb.ModelStreamInferResponse) -> Reply:
     if response.error_message:
         raise from_server(response.error_message)
     body = response.infer_response
-    final = "triton_final_response" in body.parameters and body.parameters["triton_final_response"].bool_param
+    parameters = body.parameters
     try:
-        tensors = {
-            output.name: _decode(output.datatype, raw)
-            for output, raw in zip(body.outputs, body.raw_output_contents, strict=True)
-        }
-        return _reply(tensors, final)
+        return _reply(
+            dict(zip([output.name for output in body.outputs], body.raw_output_contents, strict=True)),
+            final="triton_final_response" in parameters and parameters["triton_final_response"].bool_param,
+        )
     except (ValueError, TypeError, KeyError, struct.error) as error:
         raise InternalError(f"the server sent a malformed response: {error}", request_id=body.id) from error
 
@@ -181,44 +181,38 @@ def _add_ids(request: pb.ModelInferRequest, name: str, ids: Sequence[int]) -> No
     request.raw_input_contents.append(data)
 
 
-def _decode(datatype: str, raw: bytes) -> tuple[Any, ...]:
-    if datatype == "BYTES":
-        return _strings(raw)
-    letter, size = {"INT32": ("i", 4), "UINT64": ("Q", 8)}[datatype]
-    return struct.unpack(f"<{len(raw) // size}{letter}", raw)
+def _reply(tensors: dict[str, bytes], *, final: bool) -> Reply:
+    """From raw tensors by name; names that this client does not know are passed over."""
 
+    def text(name: str) -> str | None:
+        return _string(tensors[name]) if name in tensors else None
 
-def _strings(raw: bytes) -> tuple[str, ...]:
-    strings, at = [], 0
-    while at < len(raw):
-        (length,) = struct.unpack_from("<I", raw, at)
-        at += 4 + length
-        if at > len(raw):
-            raise ValueError("a string is longer than its tensor")
-        strings.append(raw[at - length : at].decode())
-    return tuple(strings)
+    def number(name: str) -> int | None:
+        return _INT32.unpack(tensors[name])[0] if name in tensors else None
 
-
-def _reply(tensors: dict[str, tuple[Any, ...]], final: bool) -> Reply:
-    def one(name: str) -> Any:
-        values = tensors.get(name, ())
-        return values[0] if values else None
-
-    logprobs, timings = one("logprobs"), one("timings")
+    ids, seed = tensors.get("token_ids", b""), tensors.get("seed")
+    logprobs, timings = text("logprobs"), text("timings")
     return Reply(
-        final=final,
-        data=bool(tensors),
-        text=one("text_output") or "",
-        token_ids=tensors.get("token_ids", ()),
-        index=one("index"),
-        finish_reason=one("finish_reason") or None,
-        fingerprint=one("fingerprint"),
-        seed=one("seed"),
-        logprobs=_logprobs(logprobs) if logprobs else (),
-        num_input_tokens=one("num_input_tokens"),
-        num_output_tokens=one("num_output_tokens"),
-        timings=_timings(timings) if timings else None,
+        final,
+        bool(tensors),
+        text("text_output") or "",
+        _INT32.unpack(ids) if len(ids) == _INT32.size else struct.unpack(f"<{len(ids) // 4}i", ids),
+        number("index"),
+        text("finish_reason") or None,
+        text("fingerprint"),
+        _UINT64.unpack(seed)[0] if seed is not None else None,
+        _logprobs(logprobs) if logprobs else (),
+        number("num_input_tokens"),
+        number("num_output_tokens"),
+        _timings(timings) if timings else None,
     )
+
+
+def _string(raw: bytes) -> str:
+    """The string of a BYTES tensor, which holds one."""
+    if len(raw) != 4 + int.from_bytes(raw[:4], "little"):
+        raise ValueError("a string is not as long as its tensor")
+    return raw[4:].decode()
 
 
 def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
