@@ -3,6 +3,6 @@
 `--target` and `--rate` choose among these users, and `--help` behind it lists all options.
 """
 
-from tokenstream_loadtest.locust_users import OpenAIUser, OpenLoopUser, TokenstreamUser
+from tokenstream_loadtest.under_locust.users import OpenAIUser, OpenLoopUser, TokenstreamUser
 
 __all__ = ["OpenAIUser", "OpenLoopUser", "TokenstreamUser"]

@@ -50,7 +50,7 @@ class Scraper:
         ConnectionFailed or ConnectTimeout if nobody answers, ServerError for what is no page of our models.
         """
         last, self._last = self._last, None
-        page = self._page()
+        page = self.page()
         now = time.monotonic()
         self._last = now, page
         if last is None:
@@ -58,7 +58,8 @@ class Scraper:
         seconds = now - last[0]
         return Interval(time.time(), seconds, between(last[1], page, seconds))
 
-    def _page(self) -> Page:
+    def page(self) -> Page:
+        """The page as it is now, which has an instance of a model at least; errors as those of `look`."""
         try:
             page = Page(parse_page(self._text()))
         except ValueError as error:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .course import Done
-    from .order import Planned
+    from .bench import Plan
+    from .results import Run
     from .targets import Failed
 
 FAILED, WRONG_USAGE, NO_CONNECTION, REFUSED, TOO_LATE, INTERRUPTED = 1, 2, 3, 4, 5, 130
@@ -44,26 +44,21 @@ def _say(message: dict[str, Any]) -> None:
 
 
 def _run() -> None:
+    from .files import write_files
+    from .messages import summarise
     from .order import planned, take_order
-    from .report import write_report
-    from .results import dump_run
-    from .summary import summarise
-    from .tables import write_csv
     from .targets import Failed
 
     wanted = planned(take_order(os.environ))
     with _folder(wanted.folder) as folder:
         try:
-            done = asyncio.run(_measure(wanted))
+            run = asyncio.run(_measure(wanted.plan))
         except Failed as error:
-            raise _Ends(_explained(error, wanted), _CODES.get(error.outcome, FAILED)) from None
-        if done is None or not done.run.measurements:
+            raise _Ends(_explained(error, wanted.plan), _CODES.get(error.outcome, FAILED)) from None
+        if run is None or not run.measurements:
             raise _Ends("interrupted before anything was measured: nothing was written", INTERRUPTED)
-        files = {"json": folder / "run.json", "csv": folder / "run.csv", "html": folder / "report.html"}
-        files["json"].write_bytes(dump_run(done.run))
-        write_csv(done.run, files["csv"])
-        write_report(done.run, files["html"])
-    _say(summarise(done.run, done.found, files, interrupted=done.interrupted))
+        files = write_files(run, folder)
+    _say(summarise(run, files))
 
 
 @contextmanager
@@ -79,19 +74,21 @@ def _folder(path: Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-async def _measure(wanted: Planned) -> Done | None:
+async def _measure(plan: Plan) -> Run | None:
     """None if it was interrupted before it began."""
-    from .course import carry_out
+    from .measure import measure
+    from .messages import progress, trial
 
-    task = asyncio.ensure_future(carry_out(wanted.plan, wanted.search, _say))
+    measuring = measure(plan, lambda told: _say(progress(told)), lambda each, held: _say(trial(each, held)))
+    task = asyncio.ensure_future(measuring)
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
     await asyncio.wait([task])
     return None if task.cancelled() else task.result()
 
 
-def _explained(error: Failed, wanted: Planned) -> str:
-    ours = wanted.plan.target == "tokenstream" and error.outcome == "connection"
+def _explained(error: Failed, plan: Plan) -> str:
+    ours = plan.target == "tokenstream" and error.outcome == "connection"
     return f"{error.line}{'. Is it running? Start one with: tokenstream serve' if ours else ''}"
 
 
@@ -113,7 +110,7 @@ def _compare(before: str, after: str) -> None:
 
 
 def _report(run: str, out: str) -> None:
-    from .report import write_report
+    from .report.page import write_report
     from .results import read_run
 
     write_report(read_run(Path(run)), Path(out))

@@ -13,7 +13,9 @@ INTERRUPTED = "interrupted"
 LAG_SHARE, LAG_SECONDS = 0.1, 0.05  # of the median TTFT; at the 99th percentile, the larger of both
 GENERATOR_CORES = 0.9  # of the one core that an event loop can use
 OTHERS_CORES, STOLEN_CORES = 0.25, 0.1
-TTFT_SHARE, TTFT_SECONDS = 0.1, 0.002  # by which both must differ
+# By which both must differ: a caller's TTFT holds the way through gRPC and Triton and the wait for this process's turn,
+# some milliseconds that the server, whose clock begins when the model takes the request, does not see.
+TTFT_SHARE, TTFT_SECONDS = 0.1, 0.01
 
 
 def flaws(
@@ -43,7 +45,7 @@ def notes(measured: Measured, stage: Stage, *, watched: str | None, counts: Serv
         found.append(f"{told.resumes} cut streams were taken up again")
     if told.responses and told.output_tokens != told.responses:
         found.append(f"a response held {told.output_tokens / told.responses:.2f} tokens on average")
-    if watched is not None and counts is None:
+    if watched is not None and counts is None and not measured.interrupted:
         found.append(f"the server's own numbers are missing: {watched} could not be read")
     return tuple(found)
 

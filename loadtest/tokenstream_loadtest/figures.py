@@ -131,8 +131,46 @@ def judge(run: Run, of: Iterable[Level]) -> Iterator[Judged]:
             yield Judged(objective, level, values, sum(objective.met(group) for group in groups))
 
 
+def found_level(run: Run) -> Level | None:
+    """The one trial that a search found; None if it found none, or the run was no search."""
+    stage = run.found.stage if run.found is not None else None
+    fit = [each for each in run.measurements if each.valid and each.stage == stage]
+    return Level(fit[-1].stage.label, fit[-1].stage, (fit[-1],), fit[-1].all) if fit else None
+
+
+def decisive(run: Run, of: Iterable[Level]) -> list[Judged]:
+    """What decides whether the objectives were met: each at every level, or of a search at what it found alone."""
+    if run.found is None:
+        return list(judge(run, of))
+    found = found_level(run)
+    return list(judge(run, [found])) if found is not None else []
+
+
+def met(run: Run) -> bool:
+    """Whether every objective was met, or was at the load that was searched for."""
+    if run.found is not None:
+        return run.found.stage is not None
+    return all(judged.ok for judged in judge(run, levels(run)))
+
+
+def highest_kept(run: Run) -> float:
+    """The highest load of which a measurement without a flaw met every objective; 0 without one."""
+    objectives = [Objective.parse(text) for text in run.objectives]
+    fit = [m for m in run.measurements if m.valid and all(objective.met(m.all) for objective in objectives)]
+    return max((measurement.stage.load for measurement in fit), default=0.0)
+
+
+def trusted(run: Run) -> bool:
+    """Whether nothing is wrong with it: all was measured, without a flaw. A search makes flawed trials again: one
+    without a flaw is enough."""
+    there = [measurement.valid for measurement in run.measurements]
+    return not run.interrupted and (any(there) if run.found is not None else bool(there) and all(there))
+
+
 def best_level(run: Run, of: Iterable[Level]) -> Level | None:
     """The level of the highest goodput among those that can be trusted and met every objective; None without one."""
+    if run.found is not None:
+        return found_level(run)
     there = list(of)
     missed = {judged.level.name for judged in judge(run, there) if not judged.ok}
     fit = [level for level in there if level.valid and level.name not in missed and level.spread(GOODPUT)]

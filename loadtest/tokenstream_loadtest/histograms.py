@@ -68,10 +68,6 @@ class Histogram:
         value: int = self._counts.get_value_at_percentile(100 * rank / len(self))
         return value / _MICROSECONDS
 
-    def share_within(self, limit: float) -> float | None:
-        """Which share (0 to 1) of the values is not above `limit` seconds; None of nothing."""
-        return sum(count for value, count in self.buckets() if value <= limit) / len(self) if len(self) else None
-
     def buckets(self) -> Sequence[tuple[float, int]]:
         """Every distinct value with its count, ascending."""
         return [

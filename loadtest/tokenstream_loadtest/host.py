@@ -14,8 +14,11 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import tokenstream
 
 from .results import Cores, Machine
 
@@ -34,6 +37,15 @@ def describe_machine(*, local: bool) -> Machine:
         local=local,
         load_before=os.getloadavg()[0],
     )
+
+
+def versions(*libraries: str) -> dict[str, str]:
+    """Of this package, of Python, and of those of the libraries that are installed."""
+    found = {"tokenstream": tokenstream.__version__, "python": platform.python_version()}
+    for name in libraries:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def host_and_port(url: str) -> tuple[str, int]:

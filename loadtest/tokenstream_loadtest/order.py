@@ -16,10 +16,9 @@ from pydantic import BaseModel, ConfigDict
 
 from tokenstream import TLS
 
-from .measure import Plan
+from .bench import Plan
 from .results import Arrivals
 from .scenarios import read_scenario
-from .shapes import Search
 from .slo import Objective
 from .targets import TargetOptions
 
@@ -91,10 +90,9 @@ class Order(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, the search that stands in place of its stages, and the folder for the files."""
+    """A plan, and the folder for the files."""
 
     plan: Plan
-    search: Search | None
     folder: Path
 
 
@@ -124,6 +122,7 @@ def planned(order: Order) -> Planned:
         warmup=scenario.warmup,
         seed=order.load.seed,
         objectives=objectives,
+        search=scenario.search,
         command=order.command,
     )
-    return Planned(plan, scenario.search, order.out or _RESULTS / f"{_UNFIT.sub('-', name)}-{stamp}")
+    return Planned(plan, order.out or _RESULTS / f"{_UNFIT.sub('-', name)}-{stamp}")

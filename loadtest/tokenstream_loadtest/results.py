@@ -148,8 +148,25 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """What a search for the highest load that keeps every objective came to. Its trials are measurements of the run.
+
+    `stage`: of the trials that kept them that of the highest goodput, None if none did. `goodput`: of that one.
+    `trials`: how many were made and judged. `notes`: what a reader should know of the search.
+    """
+
+    stage: Stage | None
+    goodput: float | None
+    trials: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """A whole run. `command`: how it was started. `server`: what the server says of its model, as strings.
+
+    `interrupted`: not everything was measured. `found`: where it was a search, whose trials need not all keep the
+    objectives.
 
     `versions`: of this package, of Python and of the libraries that measure. `limits`: what this machine can do at
     best, if it was measured beside the run, by name with its unit in it ("read_GB_per_s").
@@ -169,6 +186,8 @@ class Run:
     server: dict[str, str] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
     measurements: tuple[Measurement, ...] = ()
+    interrupted: bool = False
+    found: Found | None = None
     schema: int = SCHEMA
 
 

@@ -21,7 +21,7 @@ Trial = Callable[[Stage, int], Awaitable[Measurement | None]]  # of a load, the 
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Searched:
     """`best`: of the trials that met every objective the one with the highest goodput, None if none did.
 
     `trials`: all of them, in their order; of two at the same load the first one was flawed. `notes`: what a reader
@@ -85,7 +85,7 @@ async def search(
     within: float = WITHIN,
     most_trials: int = MOST_TRIALS,
     tell: Callable[[Measurement, bool], None] = lambda _measurement, _held: None,
-) -> Found:
+) -> Searched:
     """The highest load from that of `stage` on, up to `most`, at which all `objectives` hold in a trial.
 
     The load is doubled while they do, halved while the first one does not, and then bisected until the limit is known
@@ -110,8 +110,10 @@ async def search(
         state.notes.append(f"every objective still held at {low:g}, the most that was to be tried: the limit is higher")
     if len(state.trials) >= most_trials:
         state.notes.append(f"ended after {most_trials} trials")
-    best = max(state.held, key=lambda measurement: measurement.goodput, default=None)
-    return Found(best, tuple(state.trials), tuple(state.notes))
+    best = max(state.held, key=lambda measurement: (measurement.goodput, measurement.stage.load), default=None)
+    if best is not None and (higher := max(each.stage.load for each in state.held)) > best.stage.load:
+        state.notes.append(f"every objective held at {higher:g} too, with less goodput")
+    return Searched(best, tuple(state.trials), tuple(state.notes))
 
 
 async def _bracket(state: _Search, start: float, most: float) -> tuple[float | None, float | None]:

@@ -50,8 +50,9 @@ class OpenAITarget:
         if address.scheme not in ("http", "https") or not address.host:
             raise ValueError(f"the url is like http://127.0.0.1:9000, got {url!r}")
         encrypted = address.scheme == "https"
+        self._address = address.netloc.decode()
         passport = Passport(
-            [address.netloc.decode()],
+            [self._address],
             encrypted=encrypted,
             token=None,
             headers=options.headers,
@@ -84,7 +85,7 @@ class OpenAITarget:
             response = await self._client.get(f"{self._base}/models", timeout=_CONNECT_SECONDS)
             found = response.json() if response.status_code == httpx2.codes.OK else {}
         except httpx2.TransportError as error:
-            raise _failed(error) from error
+            raise self._failed(error) from error
         except ValueError:
             return {}
         models = found.get("data") if isinstance(found, dict) else None
@@ -106,7 +107,7 @@ class OpenAITarget:
                 if not seen.unwanted:
                     await _read(response, seen)
         except httpx2.TransportError as error:
-            raise _failed(error) from error
+            raise self._failed(error) from error
 
     def _body(self, request: Request) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
@@ -128,6 +129,14 @@ class OpenAITarget:
         if messages:
             return "chat/completions", body | {"messages": messages}
         return "completions", body | {"prompt": request.prompt}
+
+    def _failed(self, error: httpx2.TransportError) -> Failed:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+            return Failed("connection", f"cannot connect to {self._address}: {reason}")
+        if isinstance(error, httpx2.TimeoutException):
+            return Failed("timeout", reason)
+        return Failed("incomplete", f"the stream was cut: {reason}")
 
 
 class EventReader:
@@ -223,12 +232,3 @@ def _broken(error: object) -> Failed:
         "overloaded" if "overload" in words or "rate_limit" in words else _STATUSES.get(status, "internal")
     )
     return Failed(outcome, str(error.get("message") or error))
-
-
-def _failed(error: httpx2.TransportError) -> Failed:
-    reason = str(error) or type(error).__name__
-    if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
-        return Failed("connection", f"cannot connect: {reason}")
-    if isinstance(error, httpx2.TimeoutException):
-        return Failed("timeout", reason)
-    return Failed("incomplete", f"the stream was cut: {reason}")

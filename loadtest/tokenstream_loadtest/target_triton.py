@@ -79,7 +79,7 @@ class TritonTarget:
                 pb.ServerMetadataRequest(), timeout=_SECONDS, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise _failed(error) from error
+            raise self._failed(error) from error
         return {"server": f"{told.name} {told.version}"}
 
     async def ask(self, request: Request, request_id: str, seen: Seen) -> None:
@@ -92,7 +92,7 @@ class TritonTarget:
             await rpc.done_writing()
             await _read(rpc, seen)
         except grpc.RpcError as error:
-            raise _failed(error) from error
+            raise self._failed(error) from error
         finally:
             rpc.cancel()  # no effect on one that has ended
 
@@ -105,6 +105,15 @@ class TritonTarget:
             setattr(message.parameters[name], _field(value), value)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         return message
+
+    def _failed(self, error: grpc.RpcError) -> Failed:
+        details = error.details() or ""
+        outcome = _OUTCOMES.get(error.code().name, "internal")
+        if outcome == "connection" and "connect" not in details.lower():
+            outcome = "incomplete"
+        if outcome == "connection":
+            return Failed(outcome, f"cannot connect to {self._url}: {reason_of(details)}")
+        return Failed(outcome, f"{error.code().name}: {reason_of(details)}")
 
 
 def _field(value: object) -> str:
@@ -151,11 +160,3 @@ def _outcome(message: str) -> Outcome:
     if "exceeds maximum queue size" in words or "request timeout expired" in words:
         return "overloaded"
     return "invalid" if "unknown model" in words or "unexpected" in words else "internal"
-
-
-def _failed(error: grpc.RpcError) -> Failed:
-    details = error.details() or ""
-    outcome = _OUTCOMES.get(error.code().name, "internal")
-    if outcome == "connection" and "connect" not in details.lower():
-        outcome = "incomplete"
-    return Failed(outcome, f"{error.code().name}: {reason_of(details)}")

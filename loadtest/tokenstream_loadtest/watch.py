@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from http.client import HTTPException
 
-from tokenstream.exposition import parse_page
+from tokenstream import ConnectionFailed, ConnectTimeout, ServerError
 from tokenstream.intervals import OUTCOMES, InstanceInterval, Key, Page, between, increase
+from tokenstream.scraping import Scraper
 
 from .results import Sample, ServerCounts
 from .tally import Group
@@ -23,20 +21,14 @@ PERIOD = 1.0  # seconds between samples
 _STILL = 1.3  # seconds without a change after which a page that is renewed once a second is taken as up to date
 _LOOK = 0.1  # seconds between looks while that is awaited
 _PATIENCE = 6.0  # seconds for which it is awaited
-_SECONDS = 2.0  # within which a page must come
-_MOST_BYTES = 1 << 26
 
 
 class Watch:
     """The page at `url`, of http or https (ValueError); the instances of `model`, or all if it shows none of it."""
 
     def __init__(self, url: str, model: str) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"the metrics page is like http://127.0.0.1:8002/metrics, got {url!r}")
-        self._url = url
+        self._scraper = Scraper(url)
         self._model = model
-        # What is watched is asked itself, whatever proxy the environment names for the world outside.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._samples: list[Sample] = []
 
     async def settled(self) -> Page | None:
@@ -66,11 +58,9 @@ class Watch:
                 self._samples.append(_sample(now - began, self._chosen(intervals)))
             last, page = now, following
 
-    async def samples(self, sampling: asyncio.Task[None]) -> tuple[Sample, ...]:
-        """End the task that runs `sample`, and what it has seen."""
-        sampling.cancel()
-        with suppress(asyncio.CancelledError):
-            await sampling
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Those of the task that runs `sample`, or ran it last, so far."""
         return tuple(self._samples)
 
     async def _settle(self, complete: Callable[[Page], bool]) -> Page | None:
@@ -89,15 +79,10 @@ class Watch:
 
     async def _page(self) -> Page | None:
         """The page, read in a thread; None if it cannot be."""
-        return await asyncio.to_thread(self._read)
-
-    def _read(self) -> Page | None:
         try:
-            with self._opener.open(self._url, timeout=_SECONDS) as response:
-                page = Page(parse_page(response.read(_MOST_BYTES).decode()))
-        except (OSError, HTTPException, ValueError):
+            return await asyncio.to_thread(self._scraper.page)
+        except (ConnectionFailed, ConnectTimeout, ServerError):
             return None
-        return page if page.instances else None
 
     def _keys(self, page: Page) -> list[Key]:
         own = [key for key in page.instances if key[0] == self._model]

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from browser.seen import Seen, assert_quiet
-from tokenstream_loadtest.report import write_report
+from tokenstream_loadtest.report.page import write_report
 from unit.invented_runs import paper_run
 
 PHONE = {"width": 390, "height": 844}

@@ -27,7 +27,7 @@ warmup = 1
 
 [[stages]]
 concurrency = 2
-seconds = 5
+seconds = 3
 """
 FILES = ("run.json", "run.csv", "report.html")
 NOISE = ("others used", "the generator itself was late", "took", "the mean TTFT is")
@@ -124,7 +124,7 @@ def test_ctrl_c_ends_the_load_and_what_was_measured_is_written(
 
 
 def test_two_runs_can_be_compared_and_reported_anew(server: TritonServer, scenario: Path, tmp_path: Path) -> None:
-    where = ["--url", server.grpc_url, "--metrics-url", "none", "--requests", "4"]
+    where = ["--url", server.grpc_url, "--metrics-url", "none", "--requests", "2", "--warmup", "0"]
     for name in ("a", "b"):
         assert load(str(scenario), *where, "--out", name, cwd=tmp_path).returncode in (0, 1)
     compared = load("compare", "a/run.json", "b/run.json", "--json", cwd=tmp_path)

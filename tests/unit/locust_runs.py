@@ -87,7 +87,7 @@ def children(pid: int) -> list[int]:
 def is_driver(pid: int) -> bool:
     """Whether it asks for a Locust process."""
     try:
-        return b"tokenstream_loadtest.locust_driver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"tokenstream_loadtest.under_locust.driver" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenstream_loadtest import charts, plots, timeline
 from tokenstream_loadtest.figures import Level, levels, number
-from tokenstream_loadtest.markup import Markup
+from tokenstream_loadtest.report import charts, plots, timeline
+from tokenstream_loadtest.report.markup import Markup
 from tokenstream_loadtest.results import Sample, Stage, Stall
 from tokenstream_loadtest.slo import Objective
 from unit.invented_runs import measurement_of, paper_records, record, run_of

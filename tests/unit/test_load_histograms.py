@@ -86,15 +86,9 @@ def test_buckets_hold_every_value_once_ascending():
     assert [value for value, _ in buckets] == pytest.approx([0.1, 0.5, 2.0], rel=1e-3)
 
 
-def test_share_within_counts_what_is_not_above():
-    assert histogram([0.1, 0.2, 0.3, 0.4]).share_within(0.25) == 0.5
-    assert histogram([0.1]).share_within(5.0) == 1.0
-
-
 def test_nothing_has_no_numbers():
     nothing = Histogram()
     assert (len(nothing), nothing.mean, nothing.highest, nothing.percentile(50)) == (0, None, None, None)
-    assert nothing.share_within(1.0) is None
     assert list(nothing.buckets()) == []
 
 

@@ -13,7 +13,9 @@ from typing import IO, Any
 
 import pytest
 
-from tokenstream_loadtest.locust_wire import (
+from tokenstream_loadtest.requests import Request
+from tokenstream_loadtest.tally import Group
+from tokenstream_loadtest.under_locust.wire import (
     Answer,
     Ask,
     Count,
@@ -28,8 +30,6 @@ from tokenstream_loadtest.locust_wire import (
     order_line,
     read_report,
 )
-from tokenstream_loadtest.requests import Request
-from tokenstream_loadtest.tally import Group
 from unit.scripted_triton import ScriptedCall, ScriptedTriton, answer, failure, token
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ class Driven:
         self._socket.settimeout(WAIT)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("loadtest", "client"))}
         with theirs:
-            command = [sys.executable, "-P", "-m", "tokenstream_loadtest.locust_driver"]
+            command = [sys.executable, "-P", "-m", "tokenstream_loadtest.under_locust.driver"]
             self.process = subprocess.Popen(command, stdin=theirs.fileno(), env=env, stderr=subprocess.PIPE)
         self._lines: IO[bytes] = self._socket.makefile("rb")
 

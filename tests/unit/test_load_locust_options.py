@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tokenstream_loadtest.locust_options import Choices, add_options
 from tokenstream_loadtest.results import Stage
+from tokenstream_loadtest.under_locust.options import Choices, add_options
 
 
 def read(*arguments: str, host: str | None = None) -> Choices:

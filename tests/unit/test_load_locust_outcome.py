@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tokenstream_loadtest.locust_numbers import numbers
-from tokenstream_loadtest.locust_options import Choices, add_options
-from tokenstream_loadtest.locust_outcome import conclude, passes, table, write_files
-from tokenstream_loadtest.locust_totals import Counter, Last, Totals
+from tokenstream_loadtest.files import write_files
 from tokenstream_loadtest.records import Record
 from tokenstream_loadtest.results import Cores, Run, Sample, ServerCounts, read_run
+from tokenstream_loadtest.under_locust.numbers import numbers
+from tokenstream_loadtest.under_locust.options import Choices, add_options
+from tokenstream_loadtest.under_locust.outcome import conclude, passes, table
+from tokenstream_loadtest.under_locust.totals import Counter, Last, Totals
 
 QUIET = Cores(0.1, 1.0, 0.0, 0.0)
 
@@ -113,9 +114,13 @@ def test_nothing_measured_is_told_and_fails():
 def test_all_files_are_written_and_can_be_read_back(tmp_path: Path):
     run = run_of(record(0.0), record(1.0), slo=("ttft_p95=500ms",))
     paths = write_files(run, tmp_path / "new" / "folder")
-    assert [path.name for path in paths] == ["run.json", "report.html", "run.csv"]
-    assert all(path.stat().st_size for path in paths)
-    again = read_run(paths[0])
+    assert {kind: path.name for kind, path in paths.items()} == {
+        "json": "run.json",
+        "csv": "run.csv",
+        "html": "report.html",
+    }
+    assert all(path.stat().st_size for path in paths.values())
+    again = read_run(paths["json"])
     assert again.measurements[0].all.outcomes == {"ok": 2}
     assert table(again) == table(run)
 

@@ -93,7 +93,7 @@ def test_two_hundred_streams_at_once_are_all_answered_and_counted_without_grpc_i
     file.write_text(
         "import sys\n"
         "from locust import events\n"
-        "from tokenstream_loadtest.locust_users import TokenstreamUser\n"
+        "from tokenstream_loadtest.under_locust.users import TokenstreamUser\n"
         "@events.quit.add_listener\n"
         "def tell(exit_code, **_):\n"
         "    print('grpc modules:', [name for name in sys.modules if name.split('.')[0] == 'grpc'])\n"
@@ -109,28 +109,12 @@ def test_two_hundred_streams_at_once_are_all_answered_and_counted_without_grpc_i
     assert result(tmp_path).measurements[0].stage.concurrency == users
 
 
-def test_two_workers_count_what_the_server_answered(triton, tmp_path):
+def test_an_objective_that_does_not_hold_fails_the_run(triton, tmp_path):
     server = triton(paced(*WORDS))
-    load = ("-u", "6", "-r", "6", *workers(2), "--ignore-flaws")
-    code = run(tmp_path, server.url, *load, until=lambda: len(asked(server)) >= 40)
-    assert code == 0, output(tmp_path)
-    group = told(tmp_path)
-    assert group.outcomes == {"ok": len(asked(server))}
-    assert group.output_tokens == len(WORDS) * len(asked(server))
-    assert len({request.id.rpartition("-")[0] for request in asked(server)}) == 2  # drivers
-    assert not [flaw for flaw in result(tmp_path).measurements[0].flaws if "worker" in flaw]
-
-
-def test_an_objective_that_holds_passes_and_one_that_does_not_fails(triton, tmp_path):
-    server = triton(paced(*WORDS))
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    for folder, slo, code in ((good, "e2e_p99=60s", 0), (bad, "e2e_p50=1ms", 1)):
-        folder.mkdir()
-        options = ("-u", "2", "-r", "2", "-t", "5s", "--slo", slo, "--slo", "errors=0%", "--ignore-flaws")
-        assert run(folder, server.url, *options) == code, output(folder)
-        assert {path.name for path in folder.iterdir()} >= {"run.json", "run.csv", "report.html"}
-    assert "met    e2e_p99=60s" in output(good)
-    assert "MISSED e2e_p50=1ms" in output(bad)
+    load = ("-u", "2", "-r", "2", "-t", "2s", "--slo", "e2e_p50=1ms", "--slo", "errors=0%", "--ignore-flaws")
+    assert run(tmp_path, server.url, *load) == 1, output(tmp_path)
+    assert "MISSED e2e_p50=1ms" in output(tmp_path)
+    assert "met    errors=0%" in output(tmp_path)
 
 
 def test_errors_that_nobody_forgave_fail_the_run_and_show_their_line(triton, tmp_path):
@@ -145,13 +129,16 @@ def test_errors_that_nobody_forgave_fail_the_run_and_show_their_line(triton, tmp
     assert "MISSED errors=5%: 100 %" in output(tmp_path)
 
 
-def test_a_rate_is_kept_whatever_users_there_are_and_shared_by_workers(triton, tmp_path):
+def test_a_rate_is_kept_whatever_users_there_are_and_shared_by_workers_whose_counts_are_exact(triton, tmp_path):
     server = triton(paced(*WORDS))
     load = ("--rate", "20", "--arrivals", "constant", *workers(2), "--ignore-flaws")
-    assert run(tmp_path, server.url, *load, until=lambda: len(asked(server)) >= 80) == 0, output(tmp_path)
+    assert run(tmp_path, server.url, *load, until=lambda: len(asked(server)) >= 64) == 0, output(tmp_path)
     (measurement,) = result(tmp_path).measurements
     assert measurement.stage.label == "20/s constant"
     assert measurement.all.outcomes == {"ok": len(asked(server))}
+    assert measurement.all.output_tokens == len(WORDS) * len(asked(server))
+    assert len({request.id.rpartition("-")[0] for request in asked(server)}) == 2  # drivers
+    assert not [flaw for flaw in measurement.flaws if "worker" in flaw]
     starts = [second.sent for _, second in sorted(measurement.tally.seconds.items())][1:3]
     assert all(15 <= sent <= 25 for sent in starts), starts
 
@@ -161,15 +148,15 @@ def test_a_stall_shows_from_the_schedule_in_an_open_loop(triton, tmp_path):
 
     def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
         if len(asked(server)) == 20:
-            threading.Timer(2.0, frozen.set).start()
+            threading.Timer(1.2, frozen.set).start()
         if len(asked(server)) >= 20:
             frozen.wait(10)
         yield from plain(request, call)
 
     server = triton(script, workers=80)
-    until = lambda: frozen.is_set() and len(asked(server)) >= 60  # noqa: E731
+    until = lambda: frozen.is_set() and len(asked(server)) >= 45  # noqa: E731
     assert run(tmp_path, server.url, "--rate", "20", "--ignore-flaws", until=until) == 0, output(tmp_path)
-    assert (told(tmp_path).histograms["ttft"].percentile(99) or 0) > 1.5
+    assert (told(tmp_path).histograms["ttft"].percentile(99) or 0) > 0.9
 
 
 def test_a_ramp_ends_when_an_objective_breaks(triton, tmp_path):
@@ -177,13 +164,13 @@ def test_a_ramp_ends_when_an_objective_breaks(triton, tmp_path):
     plain = answer(*WORDS)
 
     def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
-        with gate:  # one at a time, a tenth of a second each: two users wait for each other
-            call.over.wait(0.1)
+        with gate:  # one at a time, a fifth of a second each: two users wait for each other
+            call.over.wait(0.2)
             yield from plain(request, call)
 
     server = triton(script)
-    ramp = ("--shape", "ramp", "--shape-seconds", "3", "-u", "64")
-    code = run(tmp_path, server.url, *ramp, "--slo", "ttft_p50=350ms", "--ignore-flaws")
+    ramp = ("--shape", "ramp", "--shape-seconds", "2", "-u", "64")
+    code = run(tmp_path, server.url, *ramp, "--slo", "ttft_p50=300ms", "--ignore-flaws")
     assert code in (0, 1)  # by all requests of the run
     (measurement,) = result(tmp_path).measurements
     assert "the number of users changed while it was measured: shape ramp" in measurement.notes
@@ -242,6 +229,8 @@ def test_ctrl_c_waits_for_what_is_under_way_and_writes_everything(triton, tmp_pa
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0, output(tmp_path)
     assert told(tmp_path).outcomes == {"ok": len(asked(server))}
+    assert "met    errors=0%" in output(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"run.json", "run.csv", "report.html"}
     assert not children_left(process)
 
 
@@ -271,7 +260,6 @@ def test_openais_interface_is_asked_as_well(tmp_path):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--workload", "nothing"), "no workload 'nothing'"),
         (("--slo", "speed=1"), "no objective: 'speed=1'"),
         (("--rate", "3", "--shape", "spike"), "give one of them"),
     ],
@@ -283,10 +271,10 @@ def test_wrong_usage_is_one_line_and_exit_code_2(tmp_path, options, told):
 
 
 def test_nobody_there_is_no_busy_loop_and_fails(tmp_path):
-    assert run(tmp_path, f"127.0.0.1:{free_port()}", "-u", "2", "-r", "2", "-t", "6s") == 1
+    assert run(tmp_path, f"127.0.0.1:{free_port()}", "-u", "2", "-r", "2", "-t", "3s") == 1
     group = told(tmp_path)
     assert set(group.outcomes) == {"connection"}
-    assert group.requests <= 2 * 6 * 10 + 2  # each waits for a tenth of a second
+    assert group.requests <= 2 * 3 * 10 + 2  # each waits for a tenth of a second
     assert "no request was answered" in output(tmp_path)
 
 

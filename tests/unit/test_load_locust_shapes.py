@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenstream_loadtest.locust_shapes import Ramp, Shape, Soak, Spike, Steps
+from tokenstream_loadtest.under_locust.shapes import Ramp, Shape, Soak, Spike, Steps
 
 
 def course(shape: Shape, seconds: int) -> list[int | None]:

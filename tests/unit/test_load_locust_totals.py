@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tokenstream_loadtest.locust_totals import Counter, Last, Part, Totals, dump_part, read_part
 from tokenstream_loadtest.records import Record
 from tokenstream_loadtest.slo import Objective
 from tokenstream_loadtest.tally import Tally
+from tokenstream_loadtest.under_locust.totals import Counter, Last, Part, Totals, dump_part, read_part
 
 OBJECTIVES = (Objective.parse("ttft_p95=500ms"), Objective.parse("errors=10%"))
 LAST = Last(0.5, {})

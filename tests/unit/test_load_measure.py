@@ -13,15 +13,19 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
+from tokenstream.intervals import Page
+from tokenstream_loadtest import bench
+from tokenstream_loadtest.bench import WARM_UP, Bench, Plan, Progress
 from tokenstream_loadtest.checks import INTERRUPTED, flaws, notes
 from tokenstream_loadtest.generator import Measured
-from tokenstream_loadtest.measure import WARM_UP, Bench, Plan, Progress, measure
+from tokenstream_loadtest.measure import measure
 from tokenstream_loadtest.records import Record
 from tokenstream_loadtest.requests import Request
-from tokenstream_loadtest.results import Cores, Run, ServerCounts, Stage, dump_run, read_run
+from tokenstream_loadtest.results import Cores, Measurement, Run, ServerCounts, Stage, dump_run, read_run
 from tokenstream_loadtest.slo import Objective
-from tokenstream_loadtest.tally import Tally
+from tokenstream_loadtest.tally import Group, Tally
 from tokenstream_loadtest.targets import Failed
+from tokenstream_loadtest.watch import Watch
 from unit.scripted_triton import ScriptedCall, ScriptedTriton, inputs, token
 
 TWO_AT_ONCE, ONE = Stage(concurrency=2, requests=6), Stage(concurrency=1, requests=3)
@@ -90,6 +94,8 @@ def test_every_stage_of_every_repeat_is_measured_without_its_warm_up(server, tmp
     assert {one.stage_label for one in told} == {WARM_UP, TWO_AT_ONCE.label, OPEN.label}
     assert {(one.repeat, one.stage_index) for one in told} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert told[-1].ended == told[-1].sent == 4
+    assert told[-1].left == 0  # by the requests that are left
+    assert {one.left for one in told if one.stage_label == WARM_UP or not one.ended} == {None}
 
 
 def test_prompts_depend_on_seed_stage_and_repeat_alone(server):
@@ -99,22 +105,12 @@ def test_prompts_depend_on_seed_stage_and_repeat_alone(server):
 
     first = asked(ONE, ONE, repeats=2, seed=5)
     assert first == asked(ONE, ONE, repeats=2, seed=5)
-    assert first == asked(ONE, ONE, repeats=2, seed=5, fixed_length=True, objectives=(Objective.parse("errors=1%"),))
+    assert first == asked(ONE, ONE, repeats=2, seed=5, objectives=(Objective.parse("errors=1%"),))
     assert len(set(first)) == 12  # no stage and no repeat shares any
     assert not set(first) & set(asked(ONE, ONE, repeats=2, seed=6))
     warmed = asked(ONE, warmup=2, seed=5)
     assert warmed[2:] == first[:3]
     assert not set(warmed[:2]) & set(first)
-
-
-def test_the_plan_has_the_last_word_on_length(server):
-    go(plan(server, ONE, fixed_length=True, max_tokens=9))
-    wanted = [inputs(request).get("sampling_parameters") for request in server.requests[1:]]
-    assert all(one["ignore_eos"] is True and one["max_tokens"] == 9 for one in wanted)  # type: ignore[index, call-overload]
-    server.requests.clear()
-    go(plan(server, ONE, fixed_length=False))
-    wanted = [inputs(request).get("sampling_parameters") for request in server.requests[1:]]
-    assert all(one["ignore_eos"] is False and one["max_tokens"] == 3 for one in wanted)  # type: ignore[index, call-overload]
 
 
 @pytest.mark.parametrize("warmup", [0, 5])
@@ -157,6 +153,34 @@ def test_an_interrupted_run_keeps_what_it_has(warmup):
     assert cut.all.outcomes.get("ok", 0) <= 4
 
 
+def test_a_stage_that_is_interrupted_while_the_servers_counts_are_awaited_is_kept(server, monkeypatch):
+    async def main() -> tuple[Measurement | None, Run]:
+        awaited = asyncio.Event()
+
+        class Slow(Watch):
+            async def settled(self) -> Page:
+                return Page([])
+
+            async def counts(self, before: Page, expected: Group) -> ServerCounts | None:
+                awaited.set()
+                await asyncio.Event().wait()
+                return None
+
+        monkeypatch.setattr(bench, "Watch", Slow)
+        async with Bench(plan(server, ONE, metrics_url="http://127.0.0.1:9/metrics"), lambda told: None) as own:
+            measuring = asyncio.create_task(own.measure(ONE))
+            await awaited.wait()
+            measuring.cancel()
+            return await measuring, own.run()
+
+    measurement, run = asyncio.run(main())
+    assert measurement is not None
+    assert measurement.all.outcomes == {"ok": 3}
+    assert measurement.flaws[0] == INTERRUPTED
+    assert run.measurements == (measurement,)
+    assert (run.interrupted, measurement.notes) == (True, ())
+
+
 def test_a_run_that_is_interrupted_between_stages_says_so(server):
     async def main() -> Run:
         async with Bench(plan(server, ONE, ONE), lambda told: None) as bench:
@@ -164,7 +188,9 @@ def test_a_run_that_is_interrupted_between_stages_says_so(server):
             bench.interrupted = True
             return bench.run()
 
-    (measured,) = asyncio.run(main()).measurements
+    run = asyncio.run(main())
+    (measured,) = run.measurements
+    assert run.interrupted
     assert measured.notes == ("the run was interrupted behind this stage",)
     assert INTERRUPTED not in measured.flaws
 
@@ -256,12 +282,20 @@ def test_a_measurement_on_which_both_sides_agree_has_no_flaw():
         (judged(measured(*TWO), requests=1), "the server counted 1 requests, the generator 2"),
         (judged(measured(*TWO), output_tokens=5), "the server counted 5 output tokens, the generator 4"),
         (judged(measured(*TWO), input_tokens=5), "the server counted 5 input tokens, the generator 14"),
-        (judged(measured(*TWO), ttft=0.05), "the mean TTFT is 100 ms here and 50 ms"),
+        (judged(measured(*TWO), ttft=0.05), "the mean TTFT is 100 ms here and 50 ms by the server's own clock"),
+        (judged(measured(*TWO), ttft=0.0885), "the mean TTFT is 100 ms here and 88.5 ms"),
     ],
 )
 def test_every_flaw_is_told_in_plain_words(found, words):
     assert len(found) == 1
     assert words in found[0]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(0.1, 0.0915), (0.013, 0.0035), (2.0, 1.85)])
+def test_what_lies_between_a_caller_and_the_model_is_no_disagreement_of_clocks(ours, theirs):
+    at = time.perf_counter()
+    one = record(scheduled_at=at, times=[at + ours, at + ours + 0.1], ended_at=at + ours + 0.1)
+    assert judged(measured(one, one), ttft=theirs) == ()
 
 
 def test_counts_need_not_agree_where_both_cannot_have_seen_the_same():

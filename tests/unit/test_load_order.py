@@ -51,7 +51,7 @@ def test_a_scenario_becomes_a_plan(tmp_path: Path) -> None:
     assert (plan.url, plan.model, plan.metrics_url) == ("127.0.0.1:1", "llm", "http://h:2/metrics")
     assert [str(objective) for objective in plan.objectives] == ["errors=1%"]
     assert plan.command == "tokenstream load mine"
-    assert made.search is None
+    assert made.plan.search is None
     assert made.folder.parent == Path("loadtest-results")
     assert made.folder.name.startswith("mine-2")
 
@@ -83,6 +83,6 @@ def test_credentials_reach_the_target(tmp_path: Path) -> None:
 
 def test_a_search_takes_the_place_of_stages(tmp_path: Path) -> None:
     made = planned(order(tmp_path, SEARCH, load={"slo": ["ttft_p95=1s"]}))
-    assert made.search is not None
-    assert made.search.most == 8
-    assert planned(order(tmp_path, SEARCH, load={"concurrency": 3})).search is None
+    assert made.plan.search is not None
+    assert made.plan.search.most == 8
+    assert planned(order(tmp_path, SEARCH, load={"concurrency": 3})).plan.search is None

@@ -165,7 +165,7 @@ def test_a_server_that_cannot_be_had_is_left_out_and_the_others_are_measured(pla
 
 def test_an_interrupted_measurement_is_not_kept(place, folder, monkeypatch):
     async def measure(plan, _hear):
-        return run_of(measurement(1, 100.0, flaws=("it was interrupted",)))
+        return replace(run_of(measurement(1, 100.0)), interrupted=True)
 
     monkeypatch.setattr(rounds, "measure", measure)
     monkeypatch.setattr(rounds, "wait_quiet", lambda _say, seconds: 0.0)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tokenstream_loadtest.figures import best_level, judge, levels
-from tokenstream_loadtest.markup import tag
-from tokenstream_loadtest.report import report, write_report
-from tokenstream_loadtest.results import Cores, Measurement, Run, Stage, dump_run, read_run
+from tokenstream_loadtest.report.markup import tag
+from tokenstream_loadtest.report.page import report, write_report
+from tokenstream_loadtest.results import Cores, Found, Measurement, Run, Stage, dump_run, read_run
 from unit.invented_runs import OBJECTIVES, measurement_of, paper_run, record, run_of
 
 VOID = {"meta", "col"}
@@ -134,6 +134,48 @@ def test_the_verdict_says_what_is_met_and_that_nothing_was_wrong():
     page = one_load(measurement_of([record([0.1])], 2.0), objectives=("ttft_p95=500ms",))
     assert "✓ Valid No flaw was found" in page.words
     assert "✓ Objectives met Closest to its limit: ttft_p95 was 100 ms" in page.words
+
+
+def ladder(*ttfts: float, flaws: tuple[str, ...] = ()) -> list[Measurement]:
+    """Trials of 1, 2, 4 ... requests per second; the last one may have flaws."""
+    goal, last = ("ttft_p95=500ms",), len(ttfts) - 1
+    return [
+        measurement_of(
+            [record([ttft])] * 2**n, 1.0, Stage("poisson", rate=2.0**n), goal, flaws=flaws if n == last else ()
+        )
+        for n, ttft in enumerate(ttfts)
+    ]
+
+
+def test_a_search_is_judged_by_what_it_found_not_by_the_trials_beyond():
+    trials = ladder(0.1, 0.2, 0.9, flaws=("the machine was not quiet",))
+    found = Found(trials[1].stage, trials[1].goodput, 3, ("a note of the search",))
+    words = one_run(trials, found).words
+    assert "✓ The highest load that keeps ttft_p95=500ms: 2/s poisson 2 good requests/s, found by 3 trials." in words
+    assert "Closest to its limit: ttft_p95 was 200 ms at 2/s poisson, its limit is 500ms." in words
+    assert "Objectives missed" not in words
+    assert "✓ Valid Trials with a flaw count as failed: 4/s poisson: the machine was not quiet" in words
+    assert "a note of the search" in words
+    assert "best requests/s within every objective 2 2/s poisson" in words
+    lower = one_run(ladder(0.1, 0.2), Found(trials[0].stage, trials[0].goodput, 2)).words
+    assert "The best load that keeps ttft_p95=500ms: 1/s poisson" in lower
+
+
+def test_a_search_without_a_find_says_so():
+    words = one_run(ladder(0.9), Found(None, None, 1)).words
+    assert "✗ No load was found that keeps ttft_p95=500ms There were 1 trial." in words
+    assert "best requests/s within every objective – at no load" in words  # noqa: RUF001
+
+
+def one_run(trials: list[Measurement], found: Found, **more: object) -> Page:
+    return Page(report(run_of(trials, objectives=("ttft_p95=500ms",), found=found, **more)))
+
+
+def test_an_interrupted_run_is_not_valid_whatever_was_measured():
+    trials = ladder(0.1)
+    words = one_run(trials, Found(trials[0].stage, trials[0].goodput, 1), interrupted=True).words
+    assert "✗ Not to be trusted It was interrupted: not everything was measured." in words
+    assert "The highest load so far that keeps" in words
 
 
 def test_flaws_are_told_in_their_words_and_mark_their_load():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tokenstream_loadtest.records import Record
 from tokenstream_loadtest.results import Measurement, Stage
-from tokenstream_loadtest.search import Found, search
+from tokenstream_loadtest.search import Searched, search
 from tokenstream_loadtest.slo import Objective, good
 from tokenstream_loadtest.tally import Tally
 
@@ -56,7 +56,7 @@ class Server:
         flaw = self.flawed(stage.load, nth)
         return measured(stage, 0.1 if stage.load <= self.limit else 0.9, *([flaw] if flaw else []))
 
-    def search(self, stage: Stage = RATE, most: float = 1000.0, **options: Any) -> Found:
+    def search(self, stage: Stage = RATE, most: float = 1000.0, **options: Any) -> Searched:
         return asyncio.run(search(self.trial, stage, most, OBJECTIVES, **options))
 
 
@@ -167,6 +167,7 @@ def test_the_highest_goodput_wins_not_the_highest_load() -> None:
     found = asyncio.run(search(slower_at_eight, CALLERS, 8, OBJECTIVES))
     assert found.best is not None
     assert found.best.stage.concurrency == 4
+    assert found.notes[-1] == "every objective held at 8 too, with less goodput"
 
 
 def test_each_trial_is_told_with_its_verdict() -> None:

@@ -142,13 +142,14 @@ def test_a_cut_answer_is_taken_up_only_if_that_was_asked_for(resume, outcome):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_there_is_a_failed_connection(kind):
+def test_nobody_there_is_a_failed_connection_and_its_line_names_the_address(kind):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(Failed) as error:
             ask(kind, f"http://{url}" if kind == "openai" else url, request())
     assert error.value.outcome == "connection"
+    assert url in error.value.line
 
 
 @pytest.mark.parametrize("kind", KINDS)

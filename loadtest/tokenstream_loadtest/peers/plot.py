@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import charts
-from ..charts import LEFT, RIGHT, WIDTH, Axis
 from ..figures import TOKENS_PER_SECOND, Figure, latency, number
-from ..markup import Markup, join, tag
+from ..report import charts
+from ..report.charts import LEFT, RIGHT, WIDTH, Axis
+from ..report.markup import Markup, join, tag
 from .standings import Standing
 
 _HEIGHT, _HEAD, _KEY, _EDGE = 244.0, 32.0, 34.0, 8.0

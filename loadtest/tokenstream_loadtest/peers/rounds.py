@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tokenstream.diagnosis import ServerFailed, SetupError
 
-from ..measure import Draws, Plan, Progress, measure
+from ..bench import Draws, Plan, Progress
+from ..measure import measure
 from ..results import Measurement, Run, Stage, dump_run, read_run
 from ..targets import Failed
 from .contestants import Contestant, Place, Serving
@@ -191,8 +192,7 @@ def _told(progress: Progress) -> str:
 
 def _check(run: Run, log: Path) -> None:
     """An interrupted measurement is no result, nor is one of a server that answered nothing: Unavailable."""
-    flaws = [flaw for measurement in run.measurements for flaw in measurement.flaws]
-    if not run.measurements or any("interrupted" in flaw for flaw in flaws):
+    if not run.measurements or run.interrupted:
         raise KeyboardInterrupt
     for measurement in run.measurements:
         if not measurement.all.outcomes.get("ok"):

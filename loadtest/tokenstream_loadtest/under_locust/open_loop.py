@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import gevent
 
-from .arrivals import schedule
-from .results import Stage
+from ..arrivals import schedule
+from ..generator import MOST_LIVE
+from ..results import Stage
 
-MOST_LIVE = 4096
 _log = logging.getLogger("tokenstream")
 
 

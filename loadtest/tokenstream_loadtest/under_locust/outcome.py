@@ -1,34 +1,28 @@
-"""What a Locust test came to: the document of the run, its files, its exact table, and whether it passes.
+"""What a Locust test came to: the document of the run, its exact table, and whether it passes.
 
 Locust's own numbers are rounded and know no tokens; these are exact. It does not know how they were measured.
 """
 
 from __future__ import annotations
 
-import logging
-import platform
 import shlex
 import sys
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 
-from . import figures
-from .checks import flaws, notes
-from .figures import Figure, duration, judge, latency, levels, number
-from .generator import Measured
-from .host import describe_machine, host_and_port, is_here
-from .locust_options import Choices
-from .locust_totals import Totals
-from .report import write_report
-from .results import Cores, Measurement, Run, ServerCounts, Stage, dump_run
-from .slo import ERRORS
-from .tables import write_csv
+from .. import figures
+from ..checks import flaws, notes
+from ..figures import Figure, duration, judge, latency, levels, number
+from ..generator import Measured
+from ..host import describe_machine, host_and_port, is_here, versions
+from ..results import Cores, Measurement, Run, ServerCounts, Stage
+from ..slo import ERRORS
+from ..tally import METRICS
+from .options import Choices
+from .totals import Totals
 
-_LIBRARIES = ("tokenstream", "locust", "gevent", "grpcio", "hdrhistogram")
+_LIBRARIES = ("locust", "gevent", "grpcio", "hdrhistogram")
 _POINTS = ("mean", "p50", "p95", "p99", "max")
-_METRICS = ("ttft", "ttft_sent", "itl", "tpot", "e2e", "queue", "lag")
-_log = logging.getLogger("tokenstream")
 
 
 def conclude(
@@ -74,7 +68,7 @@ def conclude(
         started_at=totals.started_at,
         machine=describe_machine(local=local),
         objectives=tuple(str(objective) for objective in choices.objectives),
-        versions={"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
+        versions=versions(*_LIBRARIES),
         server=server,
         measurements=(measurement,),
     )
@@ -84,16 +78,6 @@ def passes(run: Run, *, ignore_flaws: bool) -> bool:
     """Whether every objective was met, and that in a run that can be trusted, unless nobody minds."""
     found = levels(run)
     return all(judged.ok for judged in judge(run, found)) and (ignore_flaws or all(level.valid for level in found))
-
-
-def write_files(run: Run, folder: Path) -> list[Path]:
-    """The run as JSON, HTML and CSV. OSError as `open` does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    document, page, numbers = folder / "run.json", folder / "report.html", folder / "run.csv"
-    document.write_bytes(dump_run(run))
-    write_csv(run, numbers)
-    write_report(run, page)
-    return [document, page, numbers]
 
 
 def table(run: Run) -> str:
@@ -107,7 +91,7 @@ def table(run: Run) -> str:
         rates = (figures.TOKENS_PER_SECOND, figures.REQUESTS_PER_SECOND, figures.GOODPUT)
         lines.append("  ".join(f"{number(figure.of(measurement))} {figure.title}" for figure in rates))
         lines.append("".join([f"{'':10}", *(f"{point:>11}" for point in _POINTS)]))
-        lines += [_row(name, measurement) for name in _METRICS if len(told.histograms[name])]
+        lines += [_row(name, measurement) for name in METRICS if len(told.histograms[name])]
         lines += [f"{name}: {line}" for name, found in sorted(told.examples.items()) for line in found]
         lines += [f"flaw: {flaw}" for flaw in measurement.flaws]
         lines += [f"note: {note}" for note in measurement.notes]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from ..figures import GOODPUT, TOKENS_PER_SECOND, Level, duration, latency, number
+from ..histograms import Histogram
+from ..slo import Objective
 from . import charts
 from .charts import LEFT, RIGHT, TOP, WIDTH, Axis, colour
-from .figures import GOODPUT, TOKENS_PER_SECOND, Level, duration, latency, number
-from .histograms import Histogram
 from .markup import Child, Markup, join, tag
-from .slo import Objective
 
 NAMES = {"ttft": "TTFT", "itl": "ITL"}
 _END = WIDTH - RIGHT

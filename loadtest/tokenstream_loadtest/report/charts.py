@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .figures import Text
+from ..figures import Text
 from .markup import Markup, join, tag
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 400.0, 44.0, 10.0, 10.0, 32.0

@@ -1,9 +1,9 @@
 """Users for a locustfile, and the wiring of Locust's events; importing it is enough:
 
-    from tokenstream_loadtest.locust_users import OpenAIUser, OpenLoopUser, TokenstreamUser
+    from tokenstream_loadtest.under_locust.users import OpenAIUser, OpenLoopUser, TokenstreamUser
 
 Locust itself spawns, stops and distributes them, and shows them on its page. What is asked comes from `--workload`, and
-what is measured is told by `locust_session`: a user does nothing but ask and wait.
+what is measured is told by `session`: a user does nothing but ask and wait.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import MasterRunner, WorkerRunner
 
-from .locust_charts import add_charts
-from .locust_link import DriverFailed
-from .locust_options import Choices, add_options
-from .locust_outcome import conclude, passes, table, write_files
-from .locust_session import FINISH, FINISHED, Session
-from .locust_shape_class import TokenShape
-from .results import Run
+from ..files import write_files
+from ..results import Run
+from .charts import add_charts
+from .link import DriverFailed
+from .options import Choices, add_options
+from .outcome import conclude, passes, table
+from .session import FINISH, FINISHED, Session
+from .shape_class import TokenShape
 
 _SESSION = "tokenstream_session"  # the attribute of Locust's environment that holds ours
 _BREATH = 0.1  # seconds that a user waits who was turned away: a dead server must not make a busy loop
@@ -164,7 +165,7 @@ class _Leader:
 
     def _write(self, run: Run, folder: str) -> None:
         try:
-            paths = write_files(run, Path(folder))
+            paths = write_files(run, Path(folder)).values()
         except OSError as error:
             _log.error("the report cannot be written: %s", error)
             return

@@ -11,10 +11,10 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from .records import Record
-from .requests import Request
-from .results import Sample, ServerCounts, Stall
-from .tally import Group
+from ..records import Record
+from ..requests import Request
+from ..results import Sample, ServerCounts, Stall
+from ..tally import Group
 
 LONGEST_LINE = 1 << 26  # bytes; a prompt of a long context is some megabytes
 

@@ -24,7 +24,11 @@ from gevent.event import AsyncResult
 from gevent.lock import RLock
 from gevent.queue import SimpleQueue
 
-from .locust_wire import (
+from ..records import Record
+from ..requests import Request
+from ..results import Sample, ServerCounts
+from ..tally import Group
+from .wire import (
     Answer,
     Ask,
     Count,
@@ -40,14 +44,10 @@ from .locust_wire import (
     order_line,
     read_report,
 )
-from .records import Record
-from .requests import Request
-from .results import Sample, ServerCounts
-from .tally import Group
 
 READY_SECONDS = 60.0  # for the driver to start and to reach the server, or not
 _FINISH_SECONDS = 10.0
-_MODULE = f"{__package__}.locust_driver"
+_MODULE = f"{__package__}.driver"
 Told = TypeVar("Told", Opened, Finished, Counted)
 _log = logging.getLogger("tokenstream")
 
@@ -102,7 +102,11 @@ class Link:
                 running = self._ready(anew=False)[0]
                 self._numbers += 1
                 running.asked[self._numbers] = asked
-                running.send(Ask(self._numbers, request, scheduled_at))
+                try:
+                    running.send(Ask(self._numbers, request, scheduled_at))
+                except BaseException:  # Ctrl-C may hit any greenlet: nobody would ever answer what was not sent
+                    del running.asked[self._numbers]
+                    raise
         except DriverFailed as error:
             self._fail(asked, str(error))
         return asked
@@ -284,5 +288,5 @@ class _Running:
 
 def _python_path() -> str:
     """Where the driver finds this package, which may be a checkout that is not installed."""
-    here = str(Path(__file__).parent.parent)
+    here = str(Path(__file__).parents[2])
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from .locust_totals import Totals
-from .tally import Group
+from ..tally import Group
+from .totals import Totals
 
 _MOST = 400  # points of a line that are sent
 _METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "end to end", "queue": "queue", "lag": "lag"}

@@ -13,9 +13,9 @@ from typing import Any
 from flask import Blueprint, Response, request
 from locust.web import WebUI
 
-from .locust_numbers import numbers, rows
-from .locust_session import Session
-from .locust_totals import Totals
+from .numbers import numbers, rows
+from .session import Session
+from .totals import Totals
 
 _KEY = "tokenstream"
 _COLUMNS = {
@@ -77,7 +77,7 @@ def _add_stats(response: Response, totals: Totals | None) -> None:
 
 
 def _file(name: str) -> Response:
-    text = (files(__package__) / f"locust_{name}").read_text(encoding="utf-8")
+    text = (files(__package__) / name).read_text(encoding="utf-8")
     response = Response(text, mimetype=_TYPES[name])
     response.headers["Content-Security-Policy"] = _POLICY
     return response

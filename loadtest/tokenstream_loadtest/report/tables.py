@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from . import figures
-from .figures import NOTHING, Figure, Judged, Level, Spread, duration, latency, milliseconds, number, together
-from .histograms import Histogram
+from .. import figures
+from ..figures import NOTHING, Figure, Judged, Level, Spread, duration, latency, milliseconds, number, together
+from ..histograms import Histogram
+from ..records import PLANNED
+from ..results import Run, ServerCounts
+from ..slo import ERRORS
+from ..tally import Group
 from .markup import Child, Markup, join, tag
-from .records import PLANNED
-from .results import Run, ServerCounts
-from .slo import ERRORS
-from .tally import Group
 
 Head = Sequence[tuple[str, Sequence[str]]]  # groups of columns, "" for one column that needs no group
 _LOAD = (figures.REQUESTS, figures.OK, figures.ABANDONED, figures.ERRORS, figures.SECONDS)

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..figures import Level, duration, number
+from ..results import Measurement, Sample
 from . import charts
 from .charts import LEFT, RIGHT, WIDTH, Axis
-from .figures import Level, duration, number
 from .markup import Markup
 from .plots import figure_of, key_of
-from .results import Measurement, Sample
 
 _END = WIDTH - RIGHT
 _MOST_STEPS = 120

@@ -1,7 +1,7 @@
 """One load test after the other within one Locust process, whatever its part: alone, a worker, or the master of some.
 
 It begins tests, counts their requests, hands what workers count to the master, and waits at the end until nothing is
-under way: every request that a server has answered is counted. What the whole came to is told by `locust_outcome`. It
+under way: every request that a server has answered is counted. What the whole came to is told by `outcome`. It
 knows Locust's events, but no users.
 """
 
@@ -20,15 +20,15 @@ from locust.env import Environment
 from locust.exception import InterruptTaskSet, RescheduleTask, RescheduleTaskImmediately, StopTest, StopUser
 from locust.runners import MasterRunner, WorkerRunner
 
-from .dice import Dice
-from .host import Meter, host_and_port, is_here
-from .locust_link import Asked, Link
-from .locust_open_loop import OpenLoop
-from .locust_options import Choices
-from .locust_totals import Counter, Last, Part, Totals, dump_part, read_part
-from .records import PLANNED, Record
-from .requests import Request
-from .results import Sample, ServerCounts
+from ..dice import Dice
+from ..host import Meter, host_and_port, is_here
+from ..records import PLANNED, Record
+from ..requests import Request
+from ..results import Sample, ServerCounts
+from .link import Asked, Link
+from .open_loop import OpenLoop
+from .options import Choices
+from .totals import Counter, Last, Part, Totals, dump_part, read_part
 
 FINISH, FINISHED = "tokenstream-finish", "tokenstream-finished"  # messages of Locust's master and workers
 _REPORTED = "tokenstream"  # the key in a worker's report

@@ -1,6 +1,7 @@
 """A run as CSV, for spreadsheets and data frames: a row for each load and repeat, with every number that was measured.
 
-Times are seconds, shares are 0 to 1, what was not measured is empty. It does not know of derived verdicts.
+Times are seconds, shares are 0 to 1, repeats count from 1, what was not measured is empty. It does not know of derived
+verdicts.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def _row(run: Run, level: Level, measurement: Measurement) -> Iterator[tuple[str
     yield from (("seed", run.seed), ("load", level.name))
     for each in fields(Stage):
         yield f"stage_{each.name}", getattr(measurement.stage, each.name)
-    yield from (("repeat", measurement.repeat), ("started_at", measurement.started_at), ("valid", measurement.valid))
+    yield from (("repeat", measurement.repeat + 1), ("started_at", measurement.started_at))
+    yield "valid", measurement.valid
     for figure in _FIGURES:
         yield figure.key, figure.of(measurement)
     for outcome in OUTCOMES:

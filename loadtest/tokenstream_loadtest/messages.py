@@ -1,4 +1,4 @@
-"""What a run came to in one message: a row of numbers for each load, each objective with its value, what was wrong.
+"""What is told of a run, in messages: how it stands, what each trial of a search came to, and at last what all did.
 
 Over repeats a number is the median, an objective's value the worst. Times are seconds. It does not know how a message
 is shown.
@@ -7,14 +7,14 @@ is shown.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from . import figures
+from .bench import Progress
 from .figures import Figure, Judged, Level
-from .results import Measurement, Run
-from .search import Found
-from .slo import Objective
+from .results import Found, Measurement, Run
 
 _LATENCIES = ("ttft", "itl", "tpot", "e2e", "queue")
 _POINTS = ("p50", "p95", "p99")
@@ -34,27 +34,35 @@ _FIGURES: tuple[Figure, ...] = (
 Message = dict[str, Any]
 
 
-def summarise(run: Run, found: Found | None, files: Mapping[str, Path], *, interrupted: bool) -> Message:
-    """The message "summary". `found`: where the run was a search, whose trials need not all meet the objectives."""
+def progress(told: Progress) -> Message:
+    """The message "progress"."""
+    return {"event": "progress", **asdict(told)}
+
+
+def trial(measurement: Measurement, held: bool) -> Message:
+    """The message "trial"; `held`: whether it can be trusted and kept every objective."""
+    stage, flaws = measurement.stage, list(measurement.flaws)
+    return {"event": "trial", "load": stage.label, "held": held, "goodput": measurement.goodput, "flaws": flaws}
+
+
+def summarise(run: Run, files: Mapping[str, Path]) -> Message:
+    """The message "summary". Of a search the objectives are those at the load that was found."""
     levels = figures.levels(run)
-    judged = [_judged(one) for one in figures.judge(run, levels)] if found is None else _judged_best(run, found)
+    valid = figures.trusted(run)
     flaws = [_told(run, m, flaw) for m in run.measurements for flaw in m.flaws]
     notes = [_told(run, m, note) for m in run.measurements for note in m.notes]
-    if found is None:
-        valid, met = bool(levels) and not flaws, all(one["met"] for one in judged)
-    else:
-        valid, met = any(m.valid for m in run.measurements), found.best is not None
-        notes, flaws = [*notes, *found.notes], [] if valid else flaws
+    if run.found is not None:
+        notes, flaws = [*notes, *run.found.notes], [] if valid else flaws
     return {
         "event": "summary",
         "scenario": run.scenario,
         "title": run.title,
-        "valid": valid and not interrupted,
-        "met": met,
-        "interrupted": interrupted,
+        "valid": valid,
+        "met": figures.met(run),
+        "interrupted": run.interrupted,
         "levels": [_row(level) for level in levels],
-        "objectives": judged,
-        "search": None if found is None else _best(found),
+        "objectives": [_judged(one) for one in figures.decisive(run, levels)],
+        "search": None if run.found is None else _found(run.found),
         "flaws": flaws,
         "notes": list(dict.fromkeys(notes)),
         "files": {kind: str(path) for kind, path in files.items()},
@@ -80,24 +88,14 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _judged(one: Judged) -> Message:
-    return _verdict(one.objective, one.level.name, one.values.high if one.values else None, met=one.ok)
+    value = one.values.high if one.values else None
+    objective = one.objective
+    return {"name": objective.name, "load": one.level.name, "value": value, "limit": objective.limit, "met": one.ok}
 
 
-def _judged_best(run: Run, found: Found) -> list[Message]:
-    if found.best is None:
-        return []
-    group, load = found.best.all, found.best.stage.label
-    objectives = [Objective.parse(text) for text in run.objectives]
-    return [_verdict(one, load, one.measured(group), met=one.met(group)) for one in objectives]
-
-
-def _verdict(objective: Objective, load: str, value: float | None, *, met: bool) -> Message:
-    return {"name": objective.name, "load": load, "value": value, "limit": objective.limit, "met": met}
-
-
-def _best(found: Found) -> Message:
-    best = found.best
-    return {"load": best.stage.label if best else None, "goodput": best.goodput if best else None}
+def _found(found: Found) -> Message:
+    load = found.stage.label if found.stage is not None else None
+    return {"load": load, "goodput": found.goodput, "trials": found.trials}
 
 
 def _told(run: Run, measurement: Measurement, words: str) -> str:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter, ValidationError
 
-from .records import Record
-from .results import Sample, Stall
-from .slo import Objective, good
-from .tally import Group, Tally
+from ..records import Record
+from ..results import Sample, Stall
+from ..slo import Objective, good
+from ..tally import Group, Tally
 
 PERCENTILES = (50.0, 95.0, 99.0)
 

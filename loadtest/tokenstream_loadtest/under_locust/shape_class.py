@@ -1,4 +1,4 @@
-"""The shapes of `locust_shapes` as the one class that Locust asks. It knows Locust's options for users and time."""
+"""The shapes of `shapes` as the one class that Locust asks. It knows Locust's options for users and time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from argparse import Namespace
 
 from locust import LoadTestShape
 
-from .locust_session import Session
-from .locust_shapes import Ramp, Shape, Soak, Spike, Steps
+from .session import Session
+from .shapes import Ramp, Shape, Soak, Spike, Steps
 
 _SECONDS = {"steps": 300.0, "spike": 180.0, "soak": 3600.0}  # without --run-time
 

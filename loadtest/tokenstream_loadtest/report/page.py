@@ -13,11 +13,24 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 
-from . import plots, report_tables, timeline
-from .figures import GOODPUT, TOKENS_PER_SECOND, Judged, Level, best_level, duration, judge, levels, number
+from ..figures import (
+    GOODPUT,
+    TOKENS_PER_SECOND,
+    Judged,
+    Level,
+    best_level,
+    decisive,
+    duration,
+    highest_kept,
+    judge,
+    levels,
+    number,
+    trusted,
+)
+from ..results import Found, Run
+from ..slo import Objective
+from . import plots, tables, timeline
 from .markup import Child, Markup, tag
-from .results import Run
-from .slo import Objective
 
 
 def write_report(run: Run, path: Path) -> None:
@@ -28,7 +41,7 @@ def write_report(run: Run, path: Path) -> None:
 def report(run: Run) -> str:
     """The page as text."""
     own = files(__package__)
-    style, script = ((own / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    style, script = ((own / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
     )
@@ -56,22 +69,22 @@ def _sections(run: Run) -> list[Child]:
     return [
         _verdict(run, found, judged),
         _command(run),
-        _section("Numbers", report_tables.loads(found), report_tables.latencies(found), _reading(found)),
+        _section("Numbers", tables.loads(found), tables.latencies(found), _reading(found)),
         _charts("Throughput against latency", *(plots.throughput(found, goals, metric) for metric in both)),
         _charts("Percentiles", *(plots.percentiles(found, metric) for metric in both)),
         _charts("Distributions", *(plots.distribution(found, metric) for metric in both)),
         _timelines(found),
         _charts("Goodput", plots.goodput(found, goals)),
-        _section("Errors", report_tables.errors(found) or tag("p", "No request failed.")),
-        _section("Kinds of requests", report_tables.groups(found, "kind=", "Kind")),
-        _section("Priorities", report_tables.groups(found, "priority=", "Priority")),
+        _section("Errors", tables.errors(found) or tag("p", "No request failed.")),
+        _section("Kinds of requests", tables.groups(found, "kind=", "Kind")),
+        _section("Priorities", tables.groups(found, "priority=", "Priority")),
         _section(
             "Agreement with the server",
-            report_tables.agreement(found) or tag("p", "The server's metrics were not read."),
+            tables.agreement(found) or tag("p", "The server's metrics were not read."),
         ),
-        _section("CPU", report_tables.processors(found) or tag("p", "CPU was not measured.")),
+        _section("CPU", tables.processors(found) or tag("p", "CPU was not measured.")),
         _setup(run),
-        _section("Terms", report_tables.terms()),
+        _section("Terms", tables.terms()),
     ]
 
 
@@ -83,37 +96,59 @@ def _header(run: Run, title: str) -> Markup:
         f"workload {run.workload}",
         f"{run.target} at {run.url}",
         _moment(run.started_at),
-        f"{seeds}, {repeats} repeats" if repeats > 1 else seeds,
+        f"{seeds}, {repeats} repeats" if repeats > 1 and run.found is None else seeds,
     ]
     return tag("header", tag("h1", title), tag("p", *(tag("span", fact) for fact in facts), class_="facts"))
 
 
 def _verdict(run: Run, found: Sequence[Level], judged: Sequence[Judged]) -> Markup | None:
-    missed = [one for one in judged if not one.ok]
-    valid = all(level.valid for level in found) and bool(found)
+    valid = trusted(run)
     flaws = [
         tag("li", f"{level.named(measurement)}: {flaw}")
         for level in found
         for measurement in level.measurements
         for flaw in measurement.flaws
     ]
-    notes = sorted({f"{level.name}: {note}" for level in found for each in level.measurements for note in each.notes})
-    trust = "Valid" if valid else "Not to be trusted"
-    why = "No flaw was found in how it was measured." if valid else None
-    if run.objectives and found:
-        failed = len({one.level.name for one in missed})
-        goal = f"Objectives missed at {failed} of {len(found)} loads" if missed else "Objectives met"
-        card = _card(not missed, goal, _tightest(judged))
-    else:
-        words = tag("p", "No limits were set, so every answer is good.")
-        card = tag("div", tag("b", "No objectives"), words, class_="card")
+    told = [f"{level.name}: {note}" for level in found for each in level.measurements for note in each.notes]
+    notes = sorted({*told, *(run.found.notes if run.found else ())})
     return _section(
         "Verdict",
-        tag("div", _card(valid, trust, why, *([tag("ul", *flaws)] if flaws else [])), card, class_="cards"),
+        tag("div", _trust(run, flaws, valid=valid), _goals(run, found, judged), class_="cards"),
         _tiles(run, found),
-        report_tables.objectives(judged) if judged else None,
+        tables.objectives(judged) if judged else None,
         tag("ul", *(tag("li", note) for note in notes), class_="notes") if notes else None,
     )
+
+
+def _trust(run: Run, flaws: Sequence[Markup], *, valid: bool) -> Markup:
+    listed = [tag("ul", *flaws)] if flaws else []
+    if not valid:
+        why = "It was interrupted: not everything was measured." if run.interrupted else None
+        return _card(False, "Not to be trusted", why, *listed)
+    why = "Trials with a flaw count as failed:" if flaws else "No flaw was found in how it was measured."
+    return _card(True, "Valid", why, *listed)
+
+
+def _goals(run: Run, found: Sequence[Level], judged: Sequence[Judged]) -> Markup:
+    if run.found is not None:
+        return _searched(run, run.found, found)
+    if not run.objectives or not found:
+        words = tag("p", "No limits were set, so every answer is good.")
+        return tag("div", tag("b", "No objectives"), words, class_="card")
+    failed = len({one.level.name for one in judged if not one.ok})
+    goal = f"Objectives missed at {failed} of {len(found)} loads" if failed else "Objectives met"
+    return _card(not failed, goal, _tightest(judged))
+
+
+def _searched(run: Run, search: Found, found: Sequence[Level]) -> Markup:
+    goals = " and ".join(run.objectives)
+    trials = "1 trial" if search.trials == 1 else f"{search.trials} trials"
+    if search.stage is None:
+        return _card(False, f"No load was found that keeps {goals}", f"There were {trials}.")
+    word = "highest" if search.stage.load >= highest_kept(run) else "best"
+    title = f"The {word} load{' so far' if run.interrupted else ''} that keeps {goals}: {search.stage.label}"
+    words = f"{number(search.goodput)} good requests/s, found by {trials}."
+    return _card(True, title, f"{words} {_tightest(decisive(run, found))}")
 
 
 def _card(good: bool, title: str, words: str | None, *more: Markup) -> Markup:
@@ -200,9 +235,9 @@ def _timelines(found: Sequence[Level]) -> Markup | None:
 def _setup(run: Run) -> Markup | None:
     return _section(
         "Measured with",
-        report_tables.facts("Machine", report_tables.machine(run)),
-        report_tables.facts("Server", run.server.items()),
-        report_tables.facts("Versions", run.versions.items()),
+        tables.facts("Machine", tables.machine(run)),
+        tables.facts("Server", run.server.items()),
+        tables.facts("Versions", run.versions.items()),
     )
 
 

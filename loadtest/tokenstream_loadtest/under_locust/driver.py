@@ -1,7 +1,7 @@
-"""The process that asks the server for one Locust process, with exact clocks: `python -m ...locust_driver`.
+"""The process that asks the server for one Locust process, with exact clocks: `python -m ...under_locust.driver`.
 
 Locust runs in gevent, which neither gRPC's asyncio interface nor an exact clock survives; so the asking is done here,
-in plain asyncio. Its standard input is a socket on which lines of `locust_wire` go both ways; it ends when the other
+in plain asyncio. Its standard input is a socket on which lines of `wire` go both ways; it ends when the other
 side is gone, however that ended. It does not know Locust, users or workloads.
 """
 
@@ -19,8 +19,13 @@ from contextlib import AsyncExitStack, suppress
 from tokenstream import TLS
 from tokenstream.intervals import Page
 
-from .generator import ask
-from .locust_wire import (
+from ..generator import ask
+from ..pulse import Pulse
+from ..records import Record
+from ..results import ServerCounts
+from ..targets import Failed, Target, TargetOptions, open_target
+from ..watch import PERIOD, Watch
+from .wire import (
     LONGEST_LINE,
     Answer,
     Ask,
@@ -37,23 +42,9 @@ from .locust_wire import (
     read_order,
     report_line,
 )
-from .pulse import Pulse
-from .records import Record
-from .results import Sample, ServerCounts
-from .targets import Failed, Target, TargetOptions, open_target
-from .watch import PERIOD, Watch
 
 _DESCRIBE_SECONDS = 5.0
 _CUT = "not done when the test had been over for as long as --drain gives"
-
-
-class LiveWatch(Watch):
-    """One whose samples can be read while it takes more."""
-
-    @property
-    def seen(self) -> list[Sample]:
-        """So far."""
-        return self._samples
 
 
 class Driver:
@@ -65,7 +56,7 @@ class Driver:
         self._target: Target | None = None
         self._asking: set[asyncio.Task[None]] = set()
         self._ids = secrets.token_hex(4)
-        self._watch: LiveWatch | None = None
+        self._watch: Watch | None = None
         self._before: Page | None = None
         self._begin()
 
@@ -116,7 +107,7 @@ class Driver:
                 async with asyncio.timeout(_DESCRIBE_SECONDS):
                     server = await target.describe()
             if order.metrics_url is not None:
-                self._watch = LiveWatch(order.metrics_url, order.model)
+                self._watch = Watch(order.metrics_url, order.model)
                 self._before = await self._watch.settled()
         except (Failed, ValueError, OSError) as error:
             return Opened(order.number, time.perf_counter(), str(error))
@@ -127,14 +118,14 @@ class Driver:
             self._stack.push_async_callback(_end, looking)
         return Opened(order.number, self._began, server=server)
 
-    async def _look(self, watch: LiveWatch) -> None:
+    async def _look(self, watch: Watch) -> None:
         """Take samples, and pass each on, until cancelled."""
         sampling = asyncio.create_task(watch.sample())
         told = 0
         try:
             while True:
                 await asyncio.sleep(PERIOD)
-                for sample in watch.seen[told:]:
+                for sample in watch.samples[told:]:
                     self._tell(Looked(sample))
                     told += 1
         finally:

@@ -11,11 +11,11 @@ from argparse import ArgumentTypeError, Namespace
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from .locust_shapes import SHAPES
-from .locust_wire import Open
-from .results import Arrivals, Stage
-from .slo import Objective
-from .workloads import Workload, read_workload
+from ..results import Arrivals, Stage
+from ..slo import Objective
+from ..workloads import Workload, read_workload
+from .shapes import SHAPES
+from .wire import Open
 
 TARGETS = ("tokenstream", "openai")
 _HOSTS = {"tokenstream": "127.0.0.1:8001", "openai": "http://127.0.0.1:9000"}
