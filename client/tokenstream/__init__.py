@@ -85,6 +85,11 @@ __all__ = [
 _MODULES = ("errors", "results", "params", "timeouts", "security", "client", "stream", "aio")  # those with gRPC last
 
 
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return list(__all__)
+
+
 def __getattr__(name: str) -> object:
     """Load a public name from its module when it is first asked for."""
     if name in __all__:

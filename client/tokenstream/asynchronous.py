@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +18,7 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from .transport import STREAM_METHOD, Arrival, Failed, Late, Metadata, Status, status_of
+from .transport import STREAM_METHOD, Arrival, Bell, Failed, Late, Metadata, Status, status_of
 
 _CANCELLED = Status("CANCELLED", "the call was cancelled")
 _GARBAGE = Status("INTERNAL", "Exception deserializing response!")
@@ -111,13 +112,17 @@ class AsyncConnection:
             STREAM_METHOD, pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
         )
 
-    async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata) -> Any:
+    async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata, bell: Bell) -> Any:
         """The answer to one small request."""
         self._check_loop()
         try:
-            return await getattr(self._stub, method)(request, timeout=limit, metadata=metadata)
+            rpc = getattr(self._stub, method)(request, timeout=limit, metadata=metadata)
+            bell.on_ring(rpc.cancel)
+            return await rpc
         except (grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
             raise _failed(error) from None
+        finally:
+            bell.on_ring(None)
 
     async def open(self, request: pb.ModelInferRequest, *, deadline: float | None, metadata: Metadata) -> AsyncCall:
         """Send a request."""
@@ -145,6 +150,14 @@ class AsyncBell:
         self._event = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rung = False
+        self._action: Callable[[], object] | None = None
+
+    def on_ring(self, action: Callable[[], object] | None) -> None:
+        """Do this too when it rings, at once if it has rung."""
+        self._loop = asyncio.get_running_loop()
+        self._action = action
+        if action is not None and self._rung:
+            action()
 
     async def pause(self, limit: float) -> None:
         """Return after `limit` seconds, or once `ring` has been called."""
@@ -160,6 +173,8 @@ class AsyncBell:
         self._rung = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._event.set)
+            if (action := self._action) is not None:
+                self._loop.call_soon_threadsafe(action)
 
 
 def _ring(call: weakref.ref[AsyncCall]) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from .transport import STREAM_METHOD, Arrival, Failed, Late, Metadata, Status, status_of
+from .transport import STREAM_METHOD, Arrival, Bell, Failed, Late, Metadata, Status, status_of
 
 _LOOK_SECONDS = 1.0
 
@@ -111,7 +112,8 @@ class Watchman:
                 for call in [call for call, due in list(self._due.items()) if due <= now]:
                     self._due.pop(call, None)
                     call.overdue()
-                self._wakes_at = min([now + _LOOK_SECONDS, *list(self._due.values())])
+                self._wakes_at = now + _LOOK_SECONDS  # from here on whoever is earlier calls; the others are seen next
+                self._wakes_at = min([self._wakes_at, *list(self._due.values())])
                 if not self._due:
                     self._wakes_at = None
                     if not self._due:
@@ -136,14 +138,18 @@ class BlockingConnection:
         self._watchman = Watchman()
         self._ending: set[Any] = set()
 
-    async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata) -> Any:
+    async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata, bell: Bell) -> Any:
         """The answer to one small request."""
         try:
-            return getattr(self._stub, method)(request, timeout=limit, metadata=metadata)
+            rpc = getattr(self._stub, method).future(request, timeout=limit, metadata=metadata)
+            bell.on_ring(rpc.cancel)
+            return rpc.result()
         except grpc.RpcError as error:
             raise Failed(status_of(error)) from None
-        except ValueError:  # what gRPC says of a channel that was closed by another thread
+        except (ValueError, grpc.FutureCancelledError):  # the first: of a channel that was closed by another thread
             raise Failed(_CLOSED) from None
+        finally:
+            bell.on_ring(None)
 
     async def open(self, request: pb.ModelInferRequest, *, deadline: float | None, metadata: Metadata) -> BlockingCall:
         """Send a request."""
@@ -165,6 +171,13 @@ class BlockingBell:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._action: Callable[[], object] | None = None
+
+    def on_ring(self, action: Callable[[], object] | None) -> None:
+        """Do this too when it rings, at once if it has rung."""
+        self._action = action
+        if action is not None and self._event.is_set():
+            action()
 
     async def pause(self, limit: float) -> None:
         """Return after `limit` seconds, or once `ring` has been called."""
@@ -173,6 +186,8 @@ class BlockingBell:
     def ring(self) -> None:
         """End this pause and all further ones."""
         self._event.set()
+        if (action := self._action) is not None:
+            action()
 
 
-_CLOSED = Status("CANCELLED", "the channel is closed")
+_CLOSED = Status("CANCELLED", "the call was cancelled")

@@ -6,8 +6,10 @@ It does not know streams, prompts or event loops: what it is given makes the con
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -20,13 +22,14 @@ from .errors import (
     IncompleteStream,
     NotReady,
     TokenstreamError,
+    TotalTimeout,
     from_status,
-    reason_of,
+    why_not_connected,
 )
 from .protocol import Reply, parse
 from .security import Passport
-from .timeouts import Timeout
-from .transport import Bell, Connection, Failed, Status, settle
+from .timeouts import Timeout, in_words
+from .transport import Bell, Connection, Failed, Status, keep_for_good, settle
 
 _POLL_FIRST, _POLL_MOST = 0.05, 1.0  # seconds between questions for readiness, doubling from the first to the most
 T = TypeVar("T")
@@ -47,27 +50,46 @@ class Connections:
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
         self._greeted: set[str] = set()
+        self._process: int | None = None  # who made the connections
+
+    @property
+    def inherited(self) -> bool:
+        """Whether the connections are those of a parent process: whatever is done to them here is done to its own."""
+        return self._process is not None and self._process != os.getpid()
+
+    def check_process(self) -> None:
+        """RuntimeError in a child of the process that made the connections."""
+        if self.inherited:
+            raise RuntimeError("this client has connections of the parent process: make a client after the fork")
 
     def check_open(self) -> None:
-        """RuntimeError if the client is closed."""
+        """RuntimeError if the client is closed, or another process's."""
+        self.check_process()
         if self.closed:
             raise RuntimeError("this client is closed")
 
     def course(self, *, retries: int, deadline: float | None, pause: Callable[[float], Awaitable[None]]) -> Course:
         """The way of a request through the endpoints."""
-        self._budget.deposit()
         return Course(self.endpoints, self._budget, retries=retries, deadline=deadline, pause=pause)
 
-    async def connect(self, url: str, limit: float | None) -> Connection:
-        """The connection to `url`, once its server has answered on it. ConnectionFailed, ConnectTimeout and others."""
+    async def connect(self, url: str, limit: float | None, bell: Bell) -> Connection:
+        """The connection to `url`, once its server has answered on it. ConnectionFailed, ConnectTimeout and others.
+
+        It ends at once when `bell` rings.
+        """
+        self.check_process()  # before the lock, which another thread may have held at a fork
         with self._lock:
             self.check_open()
             if url not in self._connections:
+                if self._process is None:
+                    self._process = os.getpid()
+                    weakref.finalize(self, _spare_the_parent, self._connections, self._process)
                 self._connections[url] = self._make(url)
             connection, greeted = self._connections[url], url in self._greeted
         if not greeted:
-            await self._greet(connection, url, limit)
+            await self._greet(connection, url, limit, bell)
             self._greeted.add(url)
+            self.endpoints.reached(url)
         return connection
 
     def doubt(self, url: str) -> None:
@@ -75,10 +97,13 @@ class Connections:
         self._greeted.discard(url)
 
     async def close(self) -> None:
-        """Cancel what is running and hang up."""
+        """Cancel what is running and hang up; in a child process nothing, as the connections are its parent's."""
+        if self.inherited:
+            return
         with self._lock:
             self.closed = True
-            connections, self._connections = list(self._connections.values()), {}
+            connections = list(self._connections.values())
+            self._connections.clear()
         for connection in connections:
             await connection.close()
 
@@ -86,8 +111,9 @@ class Connections:
         """The answer to one small request, from the first endpoint that gives one."""
 
         async def once(url: str) -> Any:
-            connection = await self.connect(url, timeout.connect)
-            return await connection.ask(method, request, limit=timeout.idle, metadata=self.passport.stamp({}))
+            connection = await self._live(url, timeout)
+            metadata, bell = self.passport.stamp({}), self._bell()
+            return await connection.ask(method, request, limit=timeout.idle, metadata=metadata, bell=bell)
 
         return await self._anywhere(once, retries)
 
@@ -95,7 +121,7 @@ class Connections:
         """The answer to a request that needs no seat, from the first endpoint that gives one."""
 
         async def once(url: str) -> Reply:
-            connection = await self.connect(url, timeout.connect)
+            connection = await self._live(url, timeout)
             limit = timeout.total or timeout.idle
             call = await connection.open(request, deadline=limit, metadata=self.passport.stamp({}))
             answer = None
@@ -108,6 +134,8 @@ class Connections:
             finally:
                 call.cancel()
             if arrival.failure is not None:
+                if arrival.failure.name == "DEADLINE_EXCEEDED" and limit is not None:
+                    raise TotalTimeout(f"{url} gave no answer within {in_words(limit)}")
                 raise Failed(arrival.failure)
             if answer is None:
                 raise IncompleteStream(f"{url} ended a request without an answer", request_id=request.id)
@@ -119,10 +147,12 @@ class Connections:
         """Whether any endpoint says that the model can be asked."""
         for url in self.endpoints.in_order():
             try:
-                connection = await self.connect(url, timeout.connect)
-                question = pb.ModelReadyRequest(name=model)
+                bell, question = self._bell(), pb.ModelReadyRequest(name=model)
+                connection = await self.connect(url, timeout.connect, bell)
                 metadata = self.passport.stamp({})
-                answer = await connection.ask("ModelReady", question, limit=timeout.connect, metadata=metadata)
+                answer = await connection.ask(
+                    "ModelReady", question, limit=timeout.connect, metadata=metadata, bell=bell
+                )
             except (TokenstreamError, Failed):
                 continue
             if answer.ready:
@@ -152,15 +182,21 @@ class Connections:
             self.doubt(course.endpoint)
             await course.after(error)
 
-    async def _greet(self, connection: Connection, url: str, limit: float | None) -> None:
+    async def _live(self, url: str, timeout: Timeout) -> Connection:
+        """The connection to `url`, whose server has answered on it now: a small question is to see a dead line soon."""
+        self.doubt(url)
+        return await self.connect(url, timeout.connect, self._bell())
+
+    async def _greet(self, connection: Connection, url: str, limit: float | None, bell: Bell) -> None:
         """One small question, because a stream gives no sign of life before the first token."""
         try:
             metadata = self.passport.stamp({})
-            await connection.ask("ServerLive", pb.ServerLiveRequest(), limit=limit, metadata=metadata)
+            await connection.ask("ServerLive", pb.ServerLiveRequest(), limit=limit, metadata=metadata, bell=bell)
         except Failed as failed:
             status = failed.status
             if status.name == "DEADLINE_EXCEEDED":
-                raise ConnectTimeout(f"{url} did not answer within {limit} s") from None
+                within = "its own time" if limit is None else in_words(limit)
+                raise ConnectTimeout(f"{url} did not answer within {within}") from None
             if status.name in ("UNAVAILABLE", "CANCELLED"):
                 raise _not_connected(url, status.name, status.details) from None
             # Any other status is an answer: the health service may be closed to us and the model open.
@@ -171,8 +207,13 @@ def meaning(status: Status, url: str) -> TokenstreamError:
     return from_status(status.name, status.details, url, status.retry_after)
 
 
+def _spare_the_parent(connections: dict[str, Connection], process: int) -> None:
+    if process != os.getpid():
+        keep_for_good(connections)
+
+
 def _not_connected(url: str, name: str, details: str) -> TokenstreamError:
     reason = from_status(name, details, url)
     if isinstance(reason, IncompleteStream):  # nothing had begun
-        return ConnectionFailed(f"cannot connect to {url}: {reason_of(details)}")
+        return ConnectionFailed(f"cannot connect to {url}: {why_not_connected(details)}")
     return reason

@@ -1,7 +1,8 @@
 """Which endpoint is asked next, when, and whether at all.
 
 Endpoints are in order of preference; one that failed is set aside for a while. A course goes through all of them,
-pauses with jitter, and goes through them again, as long as its retries, the client's budget and the total clock allow.
+pauses with jitter, and goes through them again, as long as its retries and the total clock allow; the client's budget
+only makes it wait.
 It knows exceptions and clocks; it sends nothing and does not know what is asked.
 """
 
@@ -18,9 +19,9 @@ from . import errors
 _ASIDE_SECONDS = 10.0
 _ASIDE_FULL_SECONDS = 1.0
 _PAUSE_FIRST, _PAUSE_MOST = 0.2, 5.0  # seconds; the longest pause doubles from round to round
-_REDIAL_FIRST, _REDIAL_MOST = 0.13, 2.5  # seconds; sooner gRPC repeats its last failure instead of dialling again
+_REDIAL_FIRST, _REDIAL_SHARE, _REDIAL_MOST = 0.13, 0.9, 2.5  # seconds, share of an outage, seconds
 _LONGEST_WAIT = 60.0  # seconds; a server that asks for more is not waited for
-_BUDGET, _DEPOSIT = 100.0, 0.2
+_BUDGET, _BUDGET_RATE, _BUDGET_WAIT = 100.0, 20.0, 5.0  # rounds, rounds per second, seconds
 
 
 class Verdict(Enum):
@@ -62,6 +63,7 @@ class Endpoints:
         self.urls = tuple(urls)
         self._lock = threading.Lock()
         self._aside: dict[str, float] = {}
+        self._unreachable: dict[str, float] = {}  # since when, in monotonic seconds
 
     def in_order(self) -> list[str]:
         """All of them as they were given, those set aside last, the one first that has been so for longest."""
@@ -75,6 +77,22 @@ class Endpoints:
         with self._lock:
             self._aside[url] = time.monotonic() + seconds
 
+    def unreachable(self, url: str) -> float:
+        """Nobody took a connection. Returns in how many seconds at the latest gRPC dials again.
+
+        Sooner it repeats its last failure. Its pauses begin with 0.1 s and grow by 1.6 up to 2 s, each up to a fifth
+        longer or shorter, so that one is never longer than 0.12 s and 0.9 of all those before it.
+        """
+        now = time.monotonic()
+        with self._lock:
+            since = self._unreachable.setdefault(url, now)
+        return min(_REDIAL_MOST, _REDIAL_FIRST + _REDIAL_SHARE * (now - since))
+
+    def reached(self, url: str) -> None:
+        """A connection was made."""
+        with self._lock:
+            self._unreachable.pop(url, None)
+
     def praise(self, url: str) -> None:
         """It has answered."""
         with self._lock:
@@ -82,24 +100,24 @@ class Endpoints:
 
 
 class Budget:
-    """Keeps a client from multiplying its requests while nothing works: a full purse, then a fifth of the requests."""
+    """The pace at which the requests of a client, together, ask again: a token bucket that time fills.
+
+    It delays and never refuses: how often a request may ask again is its caller's to say.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._coins = _BUDGET
+        self._rounds = _BUDGET
+        self._at = time.monotonic()
 
-    def deposit(self) -> None:
-        """A request is made."""
+    def withdraw(self) -> float:
+        """Take the right to ask everybody once more; from now, in how many seconds it holds: 0 to 5."""
         with self._lock:
-            self._coins = min(_BUDGET, self._coins + _DEPOSIT)
-
-    def withdraw(self) -> bool:
-        """Pay for asking everybody once more; whether there was enough."""
-        with self._lock:
-            if self._coins < 1.0:
-                return False
-            self._coins -= 1.0
-            return True
+            now = time.monotonic()
+            grown = self._rounds + (now - self._at) * _BUDGET_RATE
+            self._at = now
+            self._rounds = max(min(grown, _BUDGET) - 1.0, -_BUDGET_WAIT * _BUDGET_RATE)
+            return max(0.0, -self._rounds / _BUDGET_RATE)
 
 
 class Course:
@@ -136,7 +154,7 @@ class Course:
             self._endpoints.set_aside(self.endpoint, rest if asked is None else asked)
         if verdict is Verdict.AGAIN:
             dials = isinstance(error, errors.ConnectionFailed)
-            self._waits.append(min(_REDIAL_MOST, _REDIAL_FIRST * 2.0**self._round) if dials else asked or 0.0)
+            self._waits.append(self._endpoints.unreachable(self.endpoint) if dials else asked or 0.0)
         if not self._left:
             await self._rest(error)
             self._begin_round()
@@ -152,11 +170,17 @@ class Course:
         if not self._waits or self._round >= self._retries:
             raise error
         wait = pause_before(self._round, min(self._waits))
-        late = self._deadline is not None and time.monotonic() + wait >= self._deadline
-        if late or wait > _LONGEST_WAIT or not self._budget.withdraw():
+        if wait > _LONGEST_WAIT or self._outlasts(wait):
+            raise error
+        wait += self._budget.withdraw()
+        if self._outlasts(wait):
+            error.extend("it is not asked again: the client's retry budget allows it only behind the total time")
             raise error
         self._round += 1
         await self._pause(wait)
+
+    def _outlasts(self, wait: float) -> bool:
+        return self._deadline is not None and time.monotonic() + wait >= self._deadline
 
 
 def pause_before(earlier: int, asked: float = 0.0) -> float:

@@ -44,6 +44,11 @@ class TokenstreamError(Exception):
         self.text = ""
         self.token_ids: Sequence[int] = ()
 
+    def extend(self, words: str) -> None:
+        """Say more, in the same line."""
+        self.message = f"{self.message}; {words}"
+        self.args = (self.message,)
+
 
 class ConnectionFailed(TokenstreamError, ConnectionError):
     """No connection could be made."""
@@ -149,6 +154,7 @@ _CODES: tuple[tuple[str, type[ServerError]], ...] = (
     ("INTERNAL", InternalError),
 )
 _NO_CONNECTION = ("failed to connect", "resolving", "resolution")
+_CLOSED_EARLY = ("fd shutdown", "bad file descriptor", "handshake read failed", "handshaker shutdown")
 _TAIL = re.compile(r"(?P<text>.*?)\s*\[(?P<fields>(?:request|tokens|code|retry_after)=[^\[\]]*)\]\s*", re.DOTALL)
 _TRITON_ID = re.compile(r"\[request id: (?P<id>[^\]]*)\]\s*")
 
@@ -204,7 +210,9 @@ def from_status(status: str, details: str, url: str, retry_after: float | None =
     if status == "UNAVAILABLE" and "timed out" in words:
         return ConnectTimeout(f"{url} did not answer: {reason_of(details)}")
     if status == "UNAVAILABLE" and any(sign in words for sign in _NO_CONNECTION):
-        return ConnectionFailed(f"cannot connect to {url}: {reason_of(details)}")
+        return ConnectionFailed(f"cannot connect to {url}: {why_not_connected(details)}")
+    if status == "RESOURCE_EXHAUSTED" and "metadata" in words:
+        return InvalidRequest(f"the headers are too long for {url}: {reason_of(details)}", code=status)
     if status == "DEADLINE_EXCEEDED":
         return TotalTimeout(f"the answer from {url} took longer than its total time")
     if "deserializing" in words:
@@ -217,8 +225,23 @@ def from_status(status: str, details: str, url: str, retry_after: float | None =
     return kind(f"{url} answered {status}: {reason_of(details)}", code=status, retry_after=retry_after)
 
 
+def why_not_connected(details: str) -> str:
+    """The same for a connection that was not made."""
+    words = details.lower()
+    if "wrong_version_number" in words:
+        return "the peer does not speak TLS"
+    if any(sign in words for sign in _CLOSED_EARLY):
+        return "the connection was closed while it was being made (does the server speak TLS?)"
+    return reason_of(details)
+
+
 def reason_of(details: str) -> str:
     """The last, most telling part of gRPC's nested text: `...: connect: Connection refused (111)`."""
-    reason = re.sub(r"\s*\(\d+\)\s*$", "", details.strip().splitlines()[0] if details.strip() else "")
+    reason = details.strip().splitlines()[0] if details.strip() else ""
+    reason = reason.removesuffix(": Invalid certificate verification context: OK")  # of every failed TLS handshake
     reason = reason.rsplit(": ", 1)[-1].strip(" .{}[]")
-    return reason[:1].lower() + reason[1:] if reason else "no reason given"
+    while reason.endswith(")") and reason.count(")") > reason.count("("):  # its partner was cut off before it
+        reason = reason[:-1]
+    reason = re.sub(r"\s*\(\d+\)$", "", reason)
+    plain = re.match(r"[A-Z][a-z]+\b", reason) is not None or len(reason.split(" ", 1)[0]) == 1
+    return (reason[:1].lower() + reason[1:] if plain else reason) or "no reason given"

@@ -55,8 +55,12 @@ class OneLineGroup(TyperGroup):
     ) -> Any:
         """Run it. SystemExit with the exit code, unless `standalone_mode` is off."""
         given = sys.argv[1:] if args is None else args
+        if sys.stdout is None:  # what Python makes of one that is closed
+            complain("cannot write the answer: standard output is closed", FAILED, json_lines=JSON_FLAG in given)
+            sys.exit(FAILED)
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            sys.stdout.flush()
         except _WrongUsage as error:
             if not standalone_mode:
                 raise
@@ -66,6 +70,8 @@ class OneLineGroup(TyperGroup):
             code = WRONG_USAGE
         except typer.Abort:
             code = FAILED
+        except OSError as error:  # from --help, say; a command sees to its own
+            code = _unwritten(error, json_lines=JSON_FLAG in given)
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else OK)
         return code
@@ -80,14 +86,10 @@ def one_line_errors(*, json_lines: bool = False) -> Iterator[None]:
         raise failure(explained(error), exit_code(error), json_lines=json_lines) from error
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        # The reader (`| head`) has what it wanted; Python's own flush at exit must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(OK) from None
     except UnicodeEncodeError as error:
         raise failure(f"{error.object[:80]!r} is not Unicode text", WRONG_USAGE, json_lines=json_lines) from None
     except OSError as error:
-        raise failure(f"cannot write the answer: {error.strerror or error}", FAILED, json_lines=json_lines) from None
+        raise typer.Exit(_unwritten(error, json_lines=json_lines)) from None
 
 
 @contextmanager
@@ -113,12 +115,24 @@ def complain(message: str, code: int, *, json_lines: bool = False) -> None:
     typer.echo(shown, err=True)
 
 
+def _unwritten(error: OSError, *, json_lines: bool) -> int:
+    """Say that the answer cannot be written, unless its reader (`| head`) has what it wanted; the exit code."""
+    if sys.stdout is not None:  # Python's own flush at exit must not complain either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return OK
+    complain(f"cannot write the answer: {error.strerror or error}", FAILED, json_lines=json_lines)
+    return FAILED
+
+
 def explained(error: TokenstreamError) -> str:
     """What a user reads of it: the message, and the cure or the place of the log."""
     if isinstance(error, ServerFailed):
         return f"{error.message} (log: {error.log_path})"
     if isinstance(error, ConnectionFailed) and error.message.endswith("socket closed"):
         return f"{error.message}. Is that the port of gRPC? It is 8001 by default, and no other can be asked"
+    if isinstance(error, ConnectionFailed) and "speak TLS" in error.message:
+        return error.message
     if isinstance(error, Overloaded) and error.retry_after:
         return f"{error.message}. Try again in {error.retry_after:.1f} s"
     return error.message + next((text for kind, text in _CURES if isinstance(error, kind)), "")

@@ -10,10 +10,13 @@ import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from .errors import InvalidRequest
 from .timeouts import Timeout
+
+if TYPE_CHECKING:
+    from .security import Headers
 
 DEFAULT_URL = "127.0.0.1:8001"  # where Triton's gRPC endpoint is if nothing else is said
 
@@ -46,15 +49,15 @@ class Options(Sampling, total=False):
 
     `request_id`: what the server logs it under; drawn if it is not given. `priority`: 1 (highest) to 3.
     `cache_salt`: only requests of the same salt share cached prefixes. `timeout`, `retries`, `resume`, `max_resumes`:
-    in place of the client's own. `headers`: sent as gRPC metadata, over the client's. `traceparent`, `tracestate`: W3C
-    trace context.
+    in place of the client's own. `headers`: sent as gRPC metadata, over the client's; a function is asked at every
+    attempt. `traceparent`, `tracestate`: W3C trace context.
     """
 
     request_id: str | None
     priority: int | None
     cache_salt: str | None
-    timeout: Timeout | None
-    headers: Mapping[str, str] | None
+    timeout: float | Timeout | None
+    headers: Headers | None
     traceparent: str | None
     tracestate: str | None
     retries: int | None

@@ -8,6 +8,7 @@ It logs (INFO) each time that it asks again. It does not know threads, tasks or 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ from .errors import (
 from .params import Resume
 from .protocol import Begun, Question, generate_request
 from .results import Chunk
-from .timeouts import Timeout
-from .transport import Arrival, Bell, Call, Failed, Late, settle
+from .security import Headers
+from .timeouts import Timeout, in_words
+from .transport import Arrival, Bell, Call, Failed, Late, keep_for_good, settle
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -43,17 +45,20 @@ class Travel:
     """How a request travels: its clocks, its own headers, and what is done about failures."""
 
     clocks: Timeout
-    headers: dict[str, str]
+    headers: Headers
     retries: int
     resume: Resume
     max_resumes: int
 
     def __post_init__(self) -> None:
-        """Refuse counts below 0 and an unknown `resume`: ValueError naming it."""
+        """Refuse counts below 0 and an unknown `resume`: ValueError naming it; TypeError for a count that is none."""
         for name in ("retries", "max_resumes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if self.resume not in (True, False, "best_effort"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(f"{name} must be an integer, got {type(count).__name__}")
+            if count < 0:
+                raise ValueError(f"{name} must be 0 or more, got {count}")
+        if not (isinstance(self.resume, bool) or self.resume == "best_effort"):
             raise ValueError(f'resume must be True, False or "best_effort", got {self.resume!r}')
 
 
@@ -77,6 +82,7 @@ class Pursuit:
         self._cancelled = False
         self._settled = False
         self._failure: TokenstreamError | None = None
+        self._reading = threading.Lock()
 
     async def begin(self) -> None:
         """Connect and send the request, unless that was done.
@@ -93,21 +99,30 @@ class Pursuit:
     async def next_chunk(self) -> Chunk | None:
         """The next chunk as soon as it arrives; None behind the last one.
 
-        Raises an exception of `errors` with what had arrived; every further call raises it again.
+        Raises an exception of `errors` with what had arrived; every further call raises it again. RuntimeError for a
+        second reader beside the first, and in a child process; neither harms the answer.
         """
-        if self._failure is not None:
-            raise self._failure
-        await self.begin()
-        while not self.answer.final:
-            chunk = await self._ending(self._advance())
-            if chunk is not None:
-                return chunk
-        await self._settle()
-        return None
+        if not self._reading.acquire(blocking=False):
+            raise RuntimeError("this stream is being read by another thread or task: each needs a stream of its own")
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._connections.check_process()
+            await self.begin()
+            while not self.answer.final:
+                chunk = await self._ending(self._advance())
+                if chunk is not None:
+                    return chunk
+            await self._settle()
+            return None
+        finally:
+            self._reading.release()
 
     def cancel(self) -> None:
-        """Stop the answer on the server. No effect once it has ended."""
-        if not self.answer.final:
+        """Stop the answer on the server. No effect once it has ended, nor in a child process: it is the parent's."""
+        if self._connections.inherited:
+            keep_for_good(self)
+        elif not self.answer.final:
             self._cancelled = True
             self._bell.ring()
             if (call := self._call) is not None:
@@ -115,7 +130,7 @@ class Pursuit:
 
     async def leave(self) -> None:
         """End in order: cancel what has not ended."""
-        if self.answer.final:
+        if self.answer.final and not self._connections.inherited:
             await self._settle()
         self.cancel()
 
@@ -167,8 +182,14 @@ class Pursuit:
         self._check()
 
     async def _send(self, url: str) -> None:
-        clocks, left = self._travel.clocks, self._time_left()
-        connection = await self._connections.connect(url, min(filter(None, (clocks.connect, left)), default=None))
+        limit, left = self._travel.clocks.connect, self._time_left()
+        total_is_first = left is not None and (limit is None or left < limit)
+        try:
+            connection = await self._connections.connect(url, left if total_is_first else limit, self._bell)
+        except ConnectTimeout:
+            if total_is_first:
+                raise self._total_is_over() from None
+            raise
         left = self._time_left()
         request = generate_request(self._question, timeout=left, begun=self._begun())
         self._sent_at = time.monotonic()
@@ -184,6 +205,8 @@ class Pursuit:
             self._check()
             if arrival.failure is not None and self.answer.finish_reason is None:
                 error = meaning(arrival.failure, course.endpoint)
+                if isinstance(error, TotalTimeout):
+                    error = self._total_is_over()
                 if self._flowing and isinstance(error, ConnectionFailed | ConnectTimeout):
                     error = IncompleteStream(f"the stream was cut: {error.message}")
                 raise error
@@ -277,8 +300,13 @@ class Pursuit:
             return None
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TotalTimeout(f"no answer within its total time of {self._travel.clocks.total} s")
+            raise self._total_is_over()
         return left
+
+    def _total_is_over(self) -> TotalTimeout:
+        total, endpoint = self._travel.clocks.total, self._running().endpoint
+        of = "" if total is None else f" of {in_words(total)}"  # without one the deadline is somebody else's
+        return TotalTimeout(f"the answer from {endpoint} took longer than its total time{of}")
 
     def _limit(self) -> float | None:
         """How long the running clock allows to wait. The total clock is the RPC's deadline."""
@@ -290,5 +318,5 @@ class Pursuit:
     def _late(self) -> StreamTimeout:
         url, clocks = self._running().endpoint, self._travel.clocks
         if self._flowing:
-            return IdleTimeout(f"{url} sent no token for {clocks.idle} s")
-        return FirstTokenTimeout(f"{url} sent no first token within {clocks.first_token} s")
+            return IdleTimeout(f"{url} sent no token for {in_words(clocks.idle or 0.0)}")
+        return FirstTokenTimeout(f"{url} sent no first token within {in_words(clocks.first_token or 0.0)}")

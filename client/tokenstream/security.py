@@ -16,6 +16,8 @@ Headers = Mapping[str, str] | Callable[[], Mapping[str, str]]
 _NAME = re.compile(r"[0-9a-z_.-]+")
 _VALUE = re.compile(r"[\x20-\x7e]*")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_CERTIFICATE = re.compile(rb"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----")
+_KEY = re.compile(rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----")
 _SECRET_NAMES = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key"})
 _SECRET_PREFIX = "triton-grpc-protocol-"  # noqa: S105  (the name under which Triton wants a shared secret)
 
@@ -52,8 +54,12 @@ class TLS:
             raise ValueError("mutual TLS needs private_key and certificate_chain, both or none")
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Roots, key and chain as bytes; OSError if a file cannot be read."""
-        return _pem(self.root_certificates), _pem(self.private_key), _pem(self.certificate_chain)
+        """Roots, key and chain as bytes. OSError if a file cannot be read, ValueError if it is no PEM of its kind."""
+        return (
+            _pem("root_certificates", self.root_certificates, _CERTIFICATE),
+            _pem("private_key", self.private_key, _KEY),
+            _pem("certificate_chain", self.certificate_chain, _CERTIFICATE),
+        )
 
 
 class Passport:
@@ -68,20 +74,24 @@ class Passport:
         self, urls: Sequence[str], *, encrypted: bool, token: str | None, headers: Headers | None, allow_insecure: bool
     ) -> None:
         self._exposed = [] if encrypted or allow_insecure else [url for url in urls if not is_local(url)]
+        if not isinstance(token, str | None):
+            raise TypeError(f"token must be a str, got {type(token).__name__}")
         self._token = {} if token is None else {"authorization": f"Bearer {token}"}
-        self._headers: Headers = {} if headers is None else headers
+        self._headers = joined(headers, {})
         self.check(self._token | ({} if callable(self._headers) else dict(self._headers)))
 
-    def stamp(self, more: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    def stamp(self, more: Headers) -> tuple[tuple[str, str], ...]:
         """The metadata of one request; `more` is its own and goes over the client's."""
-        given = self._headers() if callable(self._headers) else self._headers
-        headers = {name.lower(): value for part in (self._token, given, more) for name, value in part.items()}
+        parts = (self._token, *(given() if callable(given) else given for given in (self._headers, more)))
+        headers = {name.lower(): value for part in parts for name, value in part.items()}
         self.check(headers)
         return tuple(headers.items())
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raise ValueError for a header that cannot or must not be sent."""
         for name, value in headers.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise TypeError(f"header {name!r} and its value must be str")
             self._check(name.lower(), value)
 
     def _check(self, name: str, value: str) -> None:
@@ -117,5 +127,29 @@ def is_local(url: str) -> bool:
         return False
 
 
-def _pem(value: bytes | str | Path | None) -> bytes | None:
-    return value if value is None or isinstance(value, bytes) else Path(value).read_bytes()
+def joined(headers: Headers | None, more: Mapping[str, str]) -> Headers:
+    """`headers` and `more` over them; asked anew each time where `headers` is a function."""
+    if headers is None:
+        return more
+    if callable(headers):
+        ask = headers
+        return lambda: {**_mapping(ask()), **more}
+    return {**_mapping(headers), **more}
+
+
+def _mapping(headers: object) -> dict[str, str]:
+    if not isinstance(headers, Mapping):
+        raise TypeError(f"headers must be a mapping, or a function that returns one, got {type(headers).__name__}")
+    return dict(headers)
+
+
+def _pem(name: str, value: bytes | str | Path | None, kind: re.Pattern[bytes]) -> bytes | None:
+    if value is None:
+        return None
+    if not isinstance(value, bytes | str | Path):
+        raise TypeError(f"{name} must be PEM as bytes or the path of a file, got {type(value).__name__}")
+    where = name if isinstance(value, bytes) else f"{name}: {value}"
+    data = value if isinstance(value, bytes) else Path(value).read_bytes()
+    if kind.search(data) is None:
+        raise ValueError(f"{where} holds no PEM {'certificate' if kind is _CERTIFICATE else 'private key'}")
+    return data

@@ -7,8 +7,9 @@ know requests, answers or why a connection is wanted.
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -78,8 +79,8 @@ class Call(Protocol):
 class Connection(Protocol):
     """A connection to one endpoint, made when it is first used. No exception of gRPC's own leaves it."""
 
-    async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata) -> Any:
-        """The answer to one small request; Failed."""
+    async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata, bell: Bell) -> Any:
+        """The answer to one small request; Failed, at once when `bell` rings."""
 
     async def open(self, request: pb.ModelInferRequest, *, deadline: float | None, metadata: Metadata) -> Call:
         """Send a request; `deadline` in seconds is gRPC's own. Failed."""
@@ -89,13 +90,21 @@ class Connection(Protocol):
 
 
 class Bell(Protocol):
-    """A pause that can be cut short."""
+    """A pause that can be cut short, and a question."""
 
     async def pause(self, limit: float) -> None:
         """Return after `limit` seconds, or once `ring` has been called."""
 
+    def on_ring(self, action: Callable[[], object] | None) -> None:
+        """Call `action` too when it rings, at once if it has rung; None: nothing any more."""
+
     def ring(self) -> None:
         """End this pause and all further ones at once. From any thread."""
+
+
+def keep_for_good(thing: object) -> None:
+    """Never let `thing` be destroyed: in a child process, gRPC's destructors would act on the parent's connections."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -128,6 +137,7 @@ def channel_options(keepalive: float | None, connect: float | None, server_name:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_retries", 0),  # whether to ask again is for `course` to say
+        ("grpc.use_local_subchannel_pool", 1),  # or this client would sit out the pauses of others that failed
     ]
     if connect is not None:  # bounds reconnecting too, which no request's clock sees
         options.append(("grpc.min_reconnect_backoff_ms", int(connect * 1000)))

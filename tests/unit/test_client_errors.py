@@ -10,6 +10,7 @@ import pytest
 from llm_engine.request import Code, RequestError
 from tokenstream import errors
 from tokenstream.errors import from_server, from_status, reason_of
+from unit.scripted_triton import answer
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,42 @@ def test_the_most_telling_part_of_a_nested_text_is_shown():
     )
     assert reason_of(nested) == "connection refused"
     assert reason_of("") == "no reason given"
+
+
+@pytest.mark.parametrize(
+    ("nested", "reason"),
+    [
+        ("Handshake read failed: OK", "OK"),
+        ("FD Shutdown", "FD Shutdown"),
+        ("write failed (recvmsg: Bad file descriptor (9))", "bad file descriptor"),
+        ("HTTP/2 settings missing", "HTTP/2 settings missing"),
+        ("Socket closed", "socket closed"),
+        ("Tls: NO_CIPHER: Invalid certificate verification context: OK", "NO_CIPHER"),
+    ],
+)
+def test_a_reason_keeps_its_abbreviations_and_has_no_odd_brackets(nested, reason):
+    assert reason_of(nested) == reason
+
+
+@pytest.mark.parametrize(
+    ("details", "told"),
+    [
+        ("failed to connect; last error: Tls handshake: WRONG_VERSION_NUMBER", "does not speak TLS"),
+        ("failed to connect to all addresses; last error: UNKNOWN: FD Shutdown", "while it was being made"),
+        ("failed to connect to all addresses; UNKNOWN: (recvmsg: Bad file descriptor (9))", "while it was being made"),
+    ],
+)
+def test_a_connection_that_is_not_made_says_if_it_may_be_tls(details, told):
+    error = from_status("UNAVAILABLE", details, "host:1")
+    assert type(error) is errors.ConnectionFailed
+    assert told in str(error)
+
+
+def test_headers_that_are_too_long_are_the_callers_fault(serve):
+    server, client = serve(answer("a"))
+    with pytest.raises(errors.InvalidRequest, match="headers are too long"):
+        client.generate("x", headers={"x-long": "y" * 100_000})
+    assert server.requests == []
 
 
 def test_timeouts_and_lost_connections_are_also_the_builtin_kinds():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from tokenstream import (
     TokenstreamError,
     TotalTimeout,
     Unauthorized,
+    course,
 )
 from tokenstream.base import read_urls
 from tokenstream.course import Budget, Course, Endpoints, Verdict, judge, pause_before
@@ -208,6 +210,14 @@ def test_the_total_clock_ends_the_asking(serve):
 # --- the course by itself, with pauses that are only written down ---
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The course's clock, which stands still; `now` in seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(course, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
 class Walk:
     """A course over endpoints a, b, c."""
 
@@ -249,18 +259,27 @@ def test_a_pause_is_as_long_as_the_server_asks_and_not_waited_for_without_bound(
         walk.fails(full(3600.0))
 
 
-def test_nobody_is_dialled_again_before_grpc_would_dial():
-    # Its own pauses: 100 ms, growing by 1.6 up to 2 s, all of them 20 % longer at most. Sooner it repeats its failure.
-    walk = Walk(retries=8)
-    for _ in range(3 * 8):
-        walk.fails(ConnectionFailed("refused"))
-    assert len(walk.pauses) == 8
-    for earlier, pause in enumerate(walk.pauses):
-        assert pause > 1.2 * min(0.1 * 1.6**earlier, 2.0)
+@pytest.mark.parametrize("noise", [0.8, 1.0, 1.2])
+def test_nobody_is_dialled_again_before_grpc_would_dial(clock, noise):
+    # Its own pauses: 100 ms, growing by 1.6 up to 2 s, each up to a fifth longer or shorter. Sooner it repeats itself.
+    endpoints = Endpoints(["a"])
+    dials, pause = [clock.now], 0.1
+    for _ in range(40):
+        dials.append(dials[-1] + pause * (1.2 if len(dials) % 7 == 6 else noise))
+        pause = min(1.6 * pause, 2.0)
+    while clock.now < 20.0:
+        wait = endpoints.unreachable("a")
+        assert any(clock.now < dial <= clock.now + wait for dial in dials)
+        clock.now += 0.01
+    endpoints.reached("a")
+    assert endpoints.unreachable("a") < 0.2
+
+
+def test_a_round_waits_for_whoever_is_sooner_there_again():
     walk = Walk(retries=1)
     for error in (ConnectionFailed("refused"), ConnectionFailed("refused"), full(0.01)):
         walk.fails(error)
-    assert walk.pauses[0] < 0.3  # whoever is sooner there again
+    assert walk.pauses[0] < 0.3
 
 
 def test_a_pause_that_would_outlast_the_total_clock_is_not_begun():
@@ -287,18 +306,56 @@ def test_a_round_of_hopeless_endpoints_is_the_last():
         walk.fails(late)
 
 
-def test_a_budget_bounds_what_a_client_adds_to_an_outage():
+def test_a_budget_paces_the_rounds_of_all_requests_and_fills_with_time(clock):
     budget = Budget()
-    rounds = 0
-    for _ in range(1000):
-        budget.deposit()
-        rounds += sum(budget.withdraw() for _ in range(3))
-    assert 200 <= rounds <= 100 + 1000 * 0.2
-    walk = Walk(retries=1, budget=budget)
+    assert [budget.withdraw() for _ in range(100)] == [0.0] * 100
+    waits = [budget.withdraw() for _ in range(20)]
+    assert waits == pytest.approx([number / 20 for number in range(1, 21)])
+    assert max(budget.withdraw() for _ in range(1000)) == pytest.approx(5.0)
+    clock.now += 5.0
+    assert budget.withdraw() == pytest.approx(0.05)
+    clock.now += 3600.0
+    assert [budget.withdraw() for _ in range(100)] == [0.0] * 100
+
+
+def test_no_budget_takes_a_round_from_a_request(clock):
+    budget = Budget()
+    walks = [Walk(retries=10, budget=budget) for _ in range(50)]
+    for _ in range(10):
+        for walk in walks:
+            assert [walk.fails(full()) for _ in range(3)] == list("bca")
+    assert {len(walk.pauses) for walk in walks} == {10}
+    assert max(max(walk.pauses) for walk in walks) > 5.0
+
+
+def test_an_error_that_comes_of_the_budget_names_it(clock):
+    budget = Budget()
+    for _ in range(150):
+        budget.withdraw()
+    walk = Walk(retries=1, deadline=clock.now + 1.0, budget=budget)
     walk.fails(full())
     walk.fails(full())
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded, match=r"full; .* retry budget"):
         walk.fails(full())
+
+
+def test_a_new_client_does_not_sit_out_the_pauses_of_another_that_failed(nobody):
+    with Client(nobody, retries=0) as other, Client(nobody, retries=0) as client:
+        with pytest.raises(ConnectionFailed):
+            other.generate("x")
+        server = ScriptedTriton(answer("a"), port=int(nobody.rpartition(":")[2]))
+        assert client.generate("x").text == "a"
+        server.close()
+
+
+def test_a_client_that_has_failed_for_long_reaches_a_server_that_is_back_by_its_default_retries(nobody):
+    with Client(nobody) as client:
+        for _ in range(3):
+            with pytest.raises(ConnectionFailed):
+                client.generate("x")
+        server = ScriptedTriton(answer("a"), port=int(nobody.rpartition(":")[2]))
+        assert client.generate("x").text == "a"
+        server.close()
 
 
 def test_endpoints_keep_their_order_and_who_failed_longest_ago_comes_first_of_those_set_aside():

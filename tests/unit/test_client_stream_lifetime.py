@@ -6,6 +6,7 @@ import contextlib
 import gc
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -22,6 +23,7 @@ from tokenstream import (
     NotReady,
     Timeout,
     TotalTimeout,
+    blocking,
     transport,
 )
 from unit.scripted_triton import WAIT, answer, final_mark, token
@@ -200,6 +202,59 @@ def test_closing_the_client_ends_its_streams_and_refuses_new_ones(serve):
         next(stream)
     with pytest.raises(RuntimeError, match="closed"):
         client.stream("x")
+
+
+def test_a_second_reader_is_refused_and_the_first_goes_on_undisturbed(serve):
+    go_on = threading.Event()
+
+    def script(request, call) -> Iterator:
+        yield token(0, "a", 100)
+        go_on.wait(WAIT)
+        yield token(1, "b", 101, final=True, finish_reason="stop")
+
+    _, client = serve(script)
+    stream, heard = client.stream("x"), []
+    assert next(stream).text == "a"
+    first = threading.Thread(target=lambda: heard.append(next(stream).text))
+    first.start()
+    while not stream._pursuit._reading.locked():
+        first.join(0.001)
+    with pytest.raises(RuntimeError, match="is being read by another thread"):
+        next(stream)
+    go_on.set()
+    first.join(WAIT)
+    assert heard == ["b"]
+    assert list(stream) == []
+
+
+def test_a_wait_that_begins_while_the_watchman_looks_round_is_not_lost(monkeypatch):
+    class Waiting:
+        def __init__(self) -> None:
+            self.rung = threading.Event()
+
+        def overdue(self) -> None:
+            self.rung.set()
+
+    first, long, late = Waiting(), Waiting(), Waiting()
+    watchman, entering = blocking.Watchman(), []
+
+    def slow_min(dues: list[float]) -> float:
+        earliest = min(dues)
+        if first.rung.is_set() and not entering:  # between the look and the note of what was seen
+            due = time.monotonic() + 0.05
+            entering.append(threading.Thread(target=watchman.enter, args=(late, due)))
+            entering[0].start()
+            while late not in watchman._due:
+                entering[0].join(0.001)
+            entering[0].join(0.1)  # it is through, or waits for the lock that this thread holds
+        return earliest
+
+    monkeypatch.setattr(blocking, "_LOOK_SECONDS", 10 * WAIT)
+    monkeypatch.setattr(blocking, "min", slow_min, raising=False)
+    watchman.enter(long, time.monotonic() + 10 * WAIT)
+    watchman.enter(first, time.monotonic() + 0.02)
+    assert late.rung.wait(WAIT)
+    watchman.dismiss()
 
 
 def test_who_keeps_sending_behind_the_last_response_is_hung_up_on(monkeypatch):
