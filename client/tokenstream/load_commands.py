@@ -44,10 +44,11 @@ class LoadOptions:
     """What is to be other than the scenario says; None: as it says."""
 
     concurrency: Annotated[
-        int | None, _option(_LOAD, "So many callers, each asking again once answered (closed loop).", min=1)
+        int | None, _option(_LOAD, "So many callers, each asking again once answered; of a search: its start.", min=1)
     ] = None
     rate: Annotated[
-        float | None, _option(_LOAD, "So many requests per second, whatever the server does (open loop).", min=0.001)
+        float | None,
+        _option(_LOAD, "So many requests per second, whatever the server does; of a search: its start.", min=0.001),
     ] = None
     arrivals: Annotated[_Arrivals | None, _option(_LOAD, "How those of --rate are spread; poisson if unset.")] = None
     burstiness: Annotated[
@@ -123,7 +124,8 @@ load = typer.Typer(
     help="""Put a server under load and judge it: a scenario by name, or the path of a TOML file.
 
     Exit codes: 0 every objective was met and the run is valid; 1 one was missed, or the run is not valid;
-    2 wrong usage; 3 no connection; 130 Ctrl-C, with what was measured written all the same.
+    2 wrong usage; 3 no connection; 4 refused by the server, as for an unknown model; 5 no answer in time;
+    130 Ctrl-C, with what was measured written all the same.
 
     --json: {"event": "progress"} a few times a second, and at the end {"event": "summary"}; seconds throughout.""",
 )
@@ -151,6 +153,7 @@ def run_scenario(
     out: Annotated[
         Path | None, _option(_RESULTS, "Folder for the files; unset: loadtest-results/NAME-TIME.", file_okay=False)
     ] = None,
+    overwrite: Annotated[bool, _option(_RESULTS, "Replace a run that is in that folder.", "--overwrite")] = False,
     name: Annotated[str | None, _option(_RESULTS, "What the run is called; unset: as its scenario.")] = None,
     json_lines: JsonLines = False,
 ) -> None:
@@ -167,6 +170,7 @@ def run_scenario(
         "model": model,
         "metrics_url": _metrics_url(metrics_url, target, server.url),
         "out": str(out) if out else None,
+        "overwrite": overwrite,
         "name": name,
         "command": _command(sys.argv[1:]),
         "load": asdict(options),
@@ -257,6 +261,10 @@ def _hear(
         raise typer.Exit(TERMINATED if ended.signal is signal.SIGTERM else INTERRUPTED)
     if ended.code == WRONG_USAGE:
         raise typer.BadParameter(ended.error)
+    if ended.error and complete and end == "summary" and not json_lines:
+        from .load_display import summary_text
+
+        _write(summary_text(last))  # of a run whose files could not be written
     if ended.error or ended.code or not complete:
         raise failure(ended.error or "the load test ended without a word", ended.code or FAILED, json_lines=json_lines)
     return last

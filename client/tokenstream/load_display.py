@@ -96,9 +96,13 @@ class LoadProgress:
 def summary_text(summary: Message) -> str:
     """What came out of a run: a row for each load, then each objective, what was wrong, and where the files are."""
     lines = [_table_text(_levels_table(summary["levels"]))]
+    if reading := summary["reading"]:
+        lines.append(reading)
     lines += [_verdict(one) for one in summary["objectives"]]
     if found := summary.get("search"):
         lines.append(_found(found))
+    lines += [f"{one['count']} {one['kind']}: {one['example']}" for one in summary["errors"]]
+    lines += [_stalled(one) for one in summary["stalls"]]
     lines += [f"not valid: {flaw}" for flaw in summary["flaws"]]
     lines += [f"note: {note}" for note in summary["notes"]]
     if busiest := _busiest(summary["levels"]):
@@ -185,6 +189,11 @@ def _value(name: str, value: float) -> str:
     if name == "errors":
         return f"{value:.2%}"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _stalled(one: Message) -> str:
+    many = "1 stall" if one["count"] == 1 else f"{one['count']} stalls"
+    return f"{many}, the longest {one['longest']:.1f} s, at {one['load']}"
 
 
 def _found(found: Message) -> str:

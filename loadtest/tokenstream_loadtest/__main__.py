@@ -50,6 +50,8 @@ def _run() -> None:
     from .targets import Failed
 
     wanted = planned(take_order(os.environ))
+    for note in wanted.notes:
+        _say({"event": "note", "note": note})
     with _folder(wanted.folder) as folder:
         try:
             run = asyncio.run(_measure(wanted.plan))
@@ -57,7 +59,11 @@ def _run() -> None:
             raise _Ends(_explained(error, wanted.plan), _CODES.get(error.outcome, FAILED)) from None
         if run is None or not run.measurements:
             raise _Ends("interrupted before anything was measured: nothing was written", INTERRUPTED)
-        files = write_files(run, folder)
+        try:
+            files = write_files(run, folder)
+        except OSError:
+            _say(summarise(run, {}))  # what was measured is not lost with its files
+            raise
     _say(summarise(run, files))
 
 

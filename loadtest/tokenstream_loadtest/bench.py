@@ -155,6 +155,7 @@ class Bench:
         counts = None
         if watch is not None and before is not None:
             counts = await self._unless_cancelled(watch.counts(before, measured.tally.all))
+        restarted = meter.restarted or (watch is not None and watch.restarted)
         if self.interrupted:
             measured = replace(measured, interrupted=True)
         measurement = Measurement(
@@ -167,7 +168,7 @@ class Bench:
             stalls=measured.stalls,
             cores=cores,
             server=counts,
-            flaws=flaws(measured, stage, cores, counts, local=local),
+            flaws=flaws(measured, stage, cores, counts, local=local, restarted=restarted),
             notes=notes(measured, stage, watched=plan.metrics_url, counts=counts),
         )
         self._measurements.append(measurement)

@@ -19,17 +19,25 @@ TTFT_SHARE, TTFT_SECONDS = 0.1, 0.01
 
 
 def flaws(
-    measured: Measured, stage: Stage, cores: Cores, server: ServerCounts | None, *, local: bool
+    measured: Measured,
+    stage: Stage,
+    cores: Cores,
+    server: ServerCounts | None,
+    *,
+    local: bool,
+    restarted: bool = False,
 ) -> tuple[str, ...]:
-    """Why not to trust it; nothing if it can be trusted."""
+    """Why not to trust it; nothing if it can be trusted. `restarted`: the server is not the one it was."""
     told = measured.tally.all
     found = [INTERRUPTED] if measured.interrupted else []
     if measured.capped and not _cap_was_asked_for(stage):
         found.append("requests had to wait for the generator: too many were under way at once")
     if not told.outcomes.get("ok") and not told.outcomes.get("abandoned"):
         found.append("no request was answered")
+    if restarted:
+        found.append("the server was started anew during the measurement")
     found += _of_lag(told) + _of_cores(cores, local=local)
-    if server is not None and not measured.interrupted:
+    if server is not None and not measured.interrupted and not restarted:
         found += _of_counts(told, server)
     return tuple(found)
 
@@ -90,7 +98,7 @@ def _of_counts(told: Group, server: ServerCounts) -> list[str]:
     ]
     ours, theirs = told.histograms["ttft_sent"].mean, server.ttft
     if ours is not None and theirs is not None and abs(ours - theirs) > max(TTFT_SECONDS, TTFT_SHARE * theirs):
-        found.append(f"the mean TTFT is {_ms(ours)} here and {_ms(theirs)} by the server's own clock")
+        found.append(f"the mean TTFT from sending is {_ms(ours)} here and {_ms(theirs)} by the server's own clock")
     return found
 
 

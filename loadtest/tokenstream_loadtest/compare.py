@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from . import figures
 from .figures import NOTHING, Figure, latency, levels
 from .results import Measurement, Run, Stage
+from .sayings import joined
 from .student import half_width, half_width_apart
 
 Verdict = Literal[
@@ -33,6 +34,7 @@ FIGURES: tuple[Figure, ...] = (
     figures.ERROR_SHARE,
 )
 _BY_KEY = {figure.key: figure for figure in FIGURES}
+_MEANS = "a and b: means of repeats, geometric ones where there is a ratio, so that b/a is theirs"
 _FEWEST = "interval needs at least two repeats on both sides"
 _CHANCE = "of equals, one number in twenty shows a difference by chance"
 
@@ -51,10 +53,10 @@ _CONDITIONS: tuple[tuple[str, Callable[[Run], str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One number of one load: `a` and `b` are medians over repeats, in seconds, shares or per second.
+    """One number of one load: `a` and `b` are means over repeats, in seconds, shares or per second.
 
-    `change`: b/a, of the geometric means; for errors, whose share is often 0, the difference b - a of the means. `low`
-    and `high`: its interval; None where repeats are too few.
+    They are geometric, and `change` is b/a. Of errors, whose share is often 0, and where a value is 0 they are
+    arithmetic; `change` of errors is b - a. `low` and `high`: its interval; None where repeats are too few.
     """
 
     figure: str
@@ -127,7 +129,7 @@ def lines(comparison: Comparison) -> list[str]:
             middle = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:-1], strict=True))
             found.append(f"  {name.ljust(widths[0])}  {middle}  {verdict}".rstrip())
     few = any(min(load.repeats) < 2 for load in comparison.loads)
-    return [*found, "", _FEWEST if few else _CHANCE]
+    return [*found, "", _MEANS, _FEWEST if few else _CHANCE]
 
 
 def _named(runs: Sequence[Run]) -> str:
@@ -175,10 +177,12 @@ def _change(figure: Figure, a: Sequence[Measurement], b: Sequence[Measurement], 
         whole = [x is not None and y is not None for x, y in zip(before, after, strict=True)]
         before, after = list(compress(before, whole)), list(compress(after, whole))
     left, right = ([value for value in values if value is not None] for values in (before, after))
-    medians = tuple(statistics.median(values) if values else None for values in (left, right))
+    share = figure is figures.ERROR_SHARE
+    mean = statistics.fmean if share or min([*left, *right, 1.0]) <= 0 else statistics.geometric_mean
+    x, y = (mean(values) if values else None for values in (left, right))
     if not left or not right:
-        return Change(figure.key, medians[0], medians[1], None, None, None, "not measured")
-    if figure is figures.ERROR_SHARE:
+        return Change(figure.key, x, y, None, None, None, "not measured")
+    if share:
         middle, half = _apart(left, right, paired)
         change, low, high = middle, *_interval(middle, half)
     elif min(*left, *right) > 0:
@@ -186,9 +190,9 @@ def _change(figure: Figure, a: Sequence[Measurement], b: Sequence[Measurement], 
         change = math.exp(middle)
         low, high = (None if end is None else math.exp(end) for end in _interval(middle, half))
     else:
-        return Change(figure.key, medians[0], medians[1], None, None, None, "no ratio: a value is 0")
-    equal = 0.0 if figure is figures.ERROR_SHARE else 1.0
-    return Change(figure.key, medians[0], medians[1], change, low, high, _verdict(figure, low, high, equal))
+        return Change(figure.key, x, y, None, None, None, "no ratio: a value is 0")
+    equal = 0.0 if share else 1.0
+    return Change(figure.key, x, y, change, low, high, _verdict(figure, low, high, equal))
 
 
 def _apart(left: Sequence[float], right: Sequence[float], paired: bool) -> tuple[float, float | None]:
@@ -223,6 +227,6 @@ def _warnings(a: Sequence[Run], b: Sequence[Run], before: dict[str, _Side], afte
         if alone:
             yield f"only in {side}: {', '.join(alone)}"
         for name, measured in one.items():
-            flaws = dict.fromkeys(flaw for each in measured.measurements for flaw in each.flaws)
-            if name in other and flaws:
-                yield f"{name} in {side} is not to be trusted: {'; '.join(flaws)}"
+            if name in other:
+                for flaw, _ in joined([each.flaws for each in measured.measurements]):
+                    yield f"{name} in {side} is not to be trusted: {flaw}"

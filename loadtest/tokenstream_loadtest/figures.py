@@ -1,7 +1,8 @@
 """The numbers that are shown of a run, each under one name with one unit, and what the run comes to by them.
 
-A `Level` is one load with all its repeats: what is shown of it is the median and the range over them, and its
-histograms are those of all requests together. It does not know how numbers are laid out or drawn.
+A `Level` is one load with all its repeats, and has one value for each name: counts are summed, latencies and shares are
+those of all requests together, rates are medians; the range over repeats stands beside. It does not know how numbers
+are laid out or drawn.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .results import Measurement, Run, Stage
@@ -20,6 +21,7 @@ Text = Callable[[float], str]
 Better = Literal["higher", "lower", ""]
 Unit = Literal["", "1/s", "ms", "%", "us", "cores"]
 _SCALES: dict[Unit, float] = {"%": 1e2, "us": 1e6}
+OVER_REPEATS = "Over repeats counts are summed, latencies are of all requests together, rates are medians."
 NOTHING = "–"  # noqa: RUF001 - a dash, as people print it for "none"
 
 
@@ -27,7 +29,8 @@ NOTHING = "–"  # noqa: RUF001 - a dash, as people print it for "none"
 class Figure:
     """One number of a measurement: `of` gives it in seconds, cores, a share or a count; None if it was not measured.
 
-    `unit` is what people read it in.
+    `unit` is what people read it in. Over repeats it is what `together` gives of all requests, or else the sum if it is
+    `summed`, or else the median.
     """
 
     key: str
@@ -35,6 +38,8 @@ class Figure:
     unit: Unit
     better: Better
     of: Callable[[Measurement], float | None]
+    together: Callable[[Group], float | None] | None = None
+    summed: bool = False
 
     def text(self, value: float | None) -> str:
         """The value in `unit`, without it."""
@@ -45,9 +50,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over repeats."""
+    """A figure over repeats: its one value, and the lowest and highest of a repeat. Of sums there is no such range."""
 
-    median: float
+    value: float
     low: float
     high: float
     count: int
@@ -64,7 +69,15 @@ class Level:
 
     def spread(self, figure: Figure) -> Spread | None:
         """The figure over the repeats that have it."""
-        return spread(figure.of(measurement) for measurement in self.measurements)
+        values = [figure.of(measurement) for measurement in self.measurements]
+        found = spread(values)
+        if found is None:
+            return None
+        if figure.summed:
+            total = sum(value for value in values if value is not None)
+            return Spread(total, total, total, found.count)
+        whole = figure.together(self.group) if figure.together else None
+        return found if whole is None else replace(found, value=whole)
 
     def named(self, measurement: Measurement) -> str:
         """One of its measurements for people, who count repeats from 1."""
@@ -78,17 +91,13 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One objective at one level: `met` in so many of its repeats, with these values."""
+    """One objective at one level: `ok` if all its requests together met it. `met`: in so many repeats by themselves."""
 
     objective: Objective
     level: Level
     values: Spread | None
+    ok: bool
     met: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether it was met in every repeat."""
-        return self.met == len(self.level.measurements)
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -100,14 +109,16 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 def levels(run: Run) -> list[Level]:
     """The loads of a run in the order of their first measurement.
 
-    A load that comes again within one repeat, as behind a spike, is a level of its own: "2/s poisson (2)".
+    A load that comes again within one repeat, as behind a spike, is a level of its own: "2/s poisson (2)". So is each
+    trial of a search: of two at the same load the first was flawed.
     """
     found: dict[str, list[Measurement]] = {}
     times: Counter[tuple[int, str]] = Counter()
     for measurement in run.measurements:
         label = measurement.stage.label
-        times[measurement.repeat, label] += 1
-        count = times[measurement.repeat, label]
+        repeat = 0 if run.found is not None else measurement.repeat
+        times[repeat, label] += 1
+        count = times[repeat, label]
         found.setdefault(label if count == 1 else f"{label} ({count})", []).append(measurement)
     return [Level(name, each[0].stage, tuple(each), together(each, "all")) for name, each in found.items()]
 
@@ -128,14 +139,17 @@ def judge(run: Run, of: Iterable[Level]) -> Iterator[Judged]:
         groups = [measurement.all for measurement in level.measurements]
         for objective in objectives:
             values = spread(objective.measured(group) for group in groups)
-            yield Judged(objective, level, values, sum(objective.met(group) for group in groups))
+            whole = objective.measured(level.group)
+            values = replace(values, value=whole) if values is not None and whole is not None else None
+            met = sum(objective.met(group) for group in groups)
+            yield Judged(objective, level, values, objective.met(level.group), met)
 
 
 def found_level(run: Run) -> Level | None:
     """The one trial that a search found; None if it found none, or the run was no search."""
     stage = run.found.stage if run.found is not None else None
-    fit = [each for each in run.measurements if each.valid and each.stage == stage]
-    return Level(fit[-1].stage.label, fit[-1].stage, (fit[-1],), fit[-1].all) if fit else None
+    fit = [level for level in levels(run) if level.valid and level.stage == stage]
+    return fit[-1] if fit else None
 
 
 def decisive(run: Run, of: Iterable[Level]) -> list[Judged]:
@@ -173,8 +187,9 @@ def best_level(run: Run, of: Iterable[Level]) -> Level | None:
         return found_level(run)
     there = list(of)
     missed = {judged.level.name for judged in judge(run, there) if not judged.ok}
-    fit = [level for level in there if level.valid and level.name not in missed and level.spread(GOODPUT)]
-    return max(fit, key=lambda level: statistics.median(GOODPUT.of(m) or 0.0 for m in level.measurements), default=None)
+    fit = [level for level in there if level.valid and level.name not in missed]
+    rates = [(found.value, level) for level in fit if (found := level.spread(GOODPUT)) is not None]
+    return max(rates, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def overhead(measurement: Measurement) -> float | None:
@@ -210,33 +225,44 @@ def duration(seconds: float | None) -> str:
 def latency(metric: str, point: str) -> Figure:
     """The figure of a histogram of `tally.METRICS` at "mean", "max" or "p95"."""
 
-    def of(measurement: Measurement) -> float | None:
-        histogram = measurement.all.histograms[metric]
+    def of(group: Group) -> float | None:
+        histogram = group.histograms[metric]
         if point == "mean":
             return histogram.mean
         return histogram.highest if point == "max" else histogram.percentile(float(point[1:]))
 
     title = metric.replace("_", " ") if metric in {"queue", "lag", "e2e"} else metric.upper().replace("_", " ")
-    return Figure(f"{metric}_{point}", f"{title} {point}", "ms", "lower", of)
+    return _of_group(f"{metric}_{point}", f"{title} {point}", "ms", "lower", of)
+
+
+def _of_group(key: str, title: str, unit: Unit, better: Better, of: Callable[[Group], float | None]) -> Figure:
+    return Figure(key, title, unit, better, lambda measurement: of(measurement.all), of)
+
+
+def _sum(key: str, title: str, of: Callable[[Measurement], float | None], better: Better = "") -> Figure:
+    return Figure(key, title, "", better, of, summed=True)
 
 
 def _rate(of: Callable[[Measurement], float]) -> Callable[[Measurement], float | None]:
     return lambda measurement: of(measurement) if measurement.seconds > 0 else None
 
 
-def _error_share(measurement: Measurement) -> float | None:
-    return measurement.all.errors / measurement.all.requests if measurement.all.requests else None
+def _error_share(group: Group) -> float | None:
+    return group.errors / group.requests if group.requests else None
 
 
-REQUESTS = Figure("requests", "requests", "", "", lambda measurement: measurement.all.requests)
-OK = Figure("ok", "ok", "", "", lambda measurement: measurement.all.outcomes.get("ok", 0))
-ERRORS = Figure("errors", "errors", "", "lower", lambda measurement: measurement.all.errors)
-ERROR_SHARE = Figure("errors_share", "errors", "%", "lower", _error_share)
-ABANDONED = Figure("abandoned", "abandoned", "", "", lambda measurement: measurement.all.outcomes.get("abandoned", 0))
-SECONDS = Figure("seconds", "seconds", "", "", lambda measurement: measurement.seconds)
+REQUESTS = _sum("requests", "requests", lambda measurement: measurement.all.requests)
+OK = _sum("ok", "ok", lambda measurement: measurement.all.outcomes.get("ok", 0))
+ERRORS = _sum("errors", "errors", lambda measurement: measurement.all.errors, "lower")
+ERROR_SHARE = _of_group("errors_share", "errors", "%", "lower", _error_share)
+ABANDONED = _sum("abandoned", "abandoned", lambda measurement: measurement.all.outcomes.get("abandoned", 0))
+STALLS = _sum("stalls", "stalls", lambda measurement: len(measurement.stalls), "lower")
+SECONDS = _sum("seconds", "seconds", lambda measurement: measurement.seconds)
 TOKENS_PER_SECOND = Figure("tokens_per_second", "tokens/s", "1/s", "higher", _rate(lambda m: m.tokens_per_second))
 REQUESTS_PER_SECOND = Figure(
     "requests_per_second", "requests/s", "1/s", "higher", _rate(lambda m: m.requests_per_second)
 )
 GOODPUT = Figure("goodput", "goodput/s", "1/s", "higher", _rate(lambda m: m.goodput))
+TOO_SLOW = Figure("slow", "too slow/s", "1/s", "lower", _rate(lambda m: max(m.requests_per_second - m.goodput, 0.0)))
+FAILED = Figure("failed", "failed/s", "1/s", "lower", _rate(lambda m: m.all.errors / m.seconds))
 OVERHEAD = Figure("overhead_per_token", "generator CPU per token", "us", "lower", overhead)

@@ -1,25 +1,43 @@
 """The files of a run: the document itself, its numbers as a table, and its report.
 
-It does not know what is in them.
+Each is there as a whole or not at all. It does not know what is in them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from .report.page import write_report
 from .results import Run, dump_run
 from .spreadsheet import write_csv
 
+RUN_FILE = "run.json"
+
 
 def write_files(run: Run, folder: Path) -> dict[str, Path]:
-    """Write run.json, run.csv and report.html; their paths by "json", "csv" and "html". OSError as `open` does.
+    """Write run.json, run.csv and report.html; their paths by "json", "csv" and "html".
 
-    The folder is made if it must be.
+    The folder is made if it must be. OSError that names the file of which it is; nothing is there then that was not.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"json": folder / "run.json", "csv": folder / "run.csv", "html": folder / "report.html"}
-    files["json"].write_bytes(dump_run(run))
-    write_csv(run, files["csv"])
-    write_report(run, files["html"])
+    files = {"json": folder / RUN_FILE, "csv": folder / "run.csv", "html": folder / "report.html"}
+    writers: dict[str, Callable[[Path], object]] = {
+        "json": lambda path: path.write_bytes(dump_run(run)),
+        "csv": lambda path: write_csv(run, path),
+        "html": lambda path: write_report(run, path),
+    }
+    with ExitStack() as stack:
+        written = []
+        for kind, path in files.items():
+            beside = path.with_name(f".{path.name}.part")
+            stack.callback(beside.unlink, missing_ok=True)
+            try:
+                writers[kind](beside)
+            except OSError as error:  # a full disk's has no name
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            written.append((beside, path))
+        for beside, path in written:
+            beside.replace(path)
     return files

@@ -200,7 +200,7 @@ class _Stage:
         return Measured(self._began, self._started_at, seconds, self._tally, stalls, self._capped, interrupted)
 
     async def _caller(self) -> None:
-        due = self._began
+        due = time.perf_counter()  # when it is ready: that callers begin one after another is no lag
         while not self._over():
             record = await self._one(next(self._requests), due)
             due = record.ended_at

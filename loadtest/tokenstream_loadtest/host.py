@@ -92,6 +92,8 @@ class Meter:
     """Measures CPU from now on. `port`: where a server on this machine listens; None: the server is elsewhere."""
 
     def __init__(self, port: int | None) -> None:
+        self._port = port
+        self.restarted = False  # whether another process listened there when it was last read
         server = None if port is None else listener(port)
         own = os.getpid()
         # A server within this very process, as tests have it, cannot be told from the generator.
@@ -101,6 +103,8 @@ class Meter:
     def read(self) -> Cores:
         """Cores used since the begin, on average."""
         before, after = self._before, self._look()
+        if self._server is not None and self._port is not None:
+            self.restarted = listener(self._port) not in (None, self._server)
         seconds = max(after.at - before.at, 1e-6)
         generator = _grown(before.generator, after.generator)
         server = _grown(before.server, after.server)

@@ -1,7 +1,7 @@
 """What is told of a run, in messages: how it stands, what each trial of a search came to, and at last what all did.
 
-Over repeats a number is the median, an objective's value the worst. Times are seconds. It does not know how a message
-is shown.
+A number over repeats is what `figures` makes of it, the same here as in the report. Times are seconds. It does
+not know how a message is shown.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from . import figures
 from .bench import Progress
 from .figures import Figure, Judged, Level
 from .results import Found, Measurement, Run
+from .sayings import told
+from .tally import Group
 
 _LATENCIES = ("ttft", "itl", "tpot", "e2e", "queue")
 _POINTS = ("p50", "p95", "p99")
@@ -23,6 +25,7 @@ _FIGURES: tuple[Figure, ...] = (
     figures.OK,
     figures.ERRORS,
     figures.ABANDONED,
+    figures.STALLS,
     figures.TOKENS_PER_SECOND,
     figures.REQUESTS_PER_SECOND,
     figures.GOODPUT,
@@ -34,9 +37,9 @@ _FIGURES: tuple[Figure, ...] = (
 Message = dict[str, Any]
 
 
-def progress(told: Progress) -> Message:
+def progress(stands: Progress) -> Message:
     """The message "progress"."""
-    return {"event": "progress", **asdict(told)}
+    return {"event": "progress", **asdict(stands)}
 
 
 def trial(measurement: Measurement, held: bool) -> Message:
@@ -49,8 +52,8 @@ def summarise(run: Run, files: Mapping[str, Path]) -> Message:
     """The message "summary". Of a search the objectives are those at the load that was found."""
     levels = figures.levels(run)
     valid = figures.trusted(run)
-    flaws = [_told(run, m, flaw) for m in run.measurements for flaw in m.flaws]
-    notes = [_told(run, m, note) for m in run.measurements for note in m.notes]
+    flaws = [line for level in levels for line in told(level, lambda each: each.flaws)]
+    notes = [line for level in levels for line in told(level, lambda each: each.notes)]
     if run.found is not None:
         notes, flaws = [*notes, *run.found.notes], [] if valid else flaws
     return {
@@ -63,8 +66,11 @@ def summarise(run: Run, files: Mapping[str, Path]) -> Message:
         "levels": [_row(level) for level in levels],
         "objectives": [_judged(one) for one in figures.decisive(run, levels)],
         "search": None if run.found is None else _found(run.found),
+        "errors": _errors(run),
+        "stalls": _stalls(levels),
+        "reading": figures.OVER_REPEATS if any(len(level.measurements) > 1 for level in levels) else None,
         "flaws": flaws,
-        "notes": list(dict.fromkeys(notes)),
+        "notes": notes,
         "files": {kind: str(path) for kind, path in files.items()},
     }
 
@@ -75,7 +81,7 @@ def _row(level: Level) -> Message:
         "load": level.name,
         "repeats": len(level.measurements),
         "valid": level.valid,
-        **{key: spread.median if spread else None for key, spread in spreads.items()},
+        **{key: spread.value if spread else None for key, spread in spreads.items()},
         "generator_cores": _median([m.cores.generator for m in level.measurements if m.cores]),
         "server_cores": _median([m.cores.server for m in level.measurements if m.cores]),
         "others_cores": _median([m.cores.others for m in level.measurements if m.cores]),
@@ -84,11 +90,11 @@ def _row(level: Level) -> Message:
 
 def _median(values: Sequence[float | None]) -> float | None:
     found = figures.spread(values)
-    return found.median if found else None
+    return found.value if found else None
 
 
 def _judged(one: Judged) -> Message:
-    value = one.values.high if one.values else None
+    value = one.values.value if one.values else None
     objective = one.objective
     return {"name": objective.name, "load": one.level.name, "value": value, "limit": objective.limit, "met": one.ok}
 
@@ -98,8 +104,16 @@ def _found(found: Found) -> Message:
     return {"load": load, "goodput": found.goodput, "trials": found.trials}
 
 
-def _told(run: Run, measurement: Measurement, words: str) -> str:
-    """Where in the run it is so."""
-    repeated = any(other.repeat != measurement.repeat for other in run.measurements)
-    where = f"{measurement.stage.label}, repeat {measurement.repeat + 1}" if repeated else measurement.stage.label
-    return f"{where}: {words}"
+def _errors(run: Run) -> list[Message]:
+    """Every kind of error with how many there were and a line of one, the most frequent first."""
+    total = Group()
+    for measurement in run.measurements:
+        total.merge(measurement.all)
+    kinds = sorted(total.examples, key=lambda kind: -total.outcomes[kind])
+    return [{"kind": kind, "count": total.outcomes[kind], "example": total.examples[kind][0]} for kind in kinds]
+
+
+def _stalls(levels: Sequence[Level]) -> list[Message]:
+    """How many there were at each load that had any, and how long the longest was."""
+    found = [(level, [stall.seconds for m in level.measurements for stall in m.stalls]) for level in levels]
+    return [{"load": level.name, "count": len(each), "longest": max(each)} for level, each in found if each]

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from tokenstream import TLS
 
 from .bench import Plan
+from .files import RUN_FILE
 from .results import Arrivals
 from .scenarios import read_scenario
 from .slo import Objective
@@ -74,7 +75,7 @@ class Server(_Part):
 
 
 class Order(_Part):
-    """A run that is wanted. `url` as the target wants it; `out`: the folder for the files."""
+    """A run that is wanted. `url` as the target wants it; `out`: where its files go, over others if `overwrite`."""
 
     scenario: str
     target: str
@@ -82,6 +83,7 @@ class Order(_Part):
     model: str
     metrics_url: str | None = None
     out: Path | None = None
+    overwrite: bool = False
     name: str | None = None
     command: str = ""
     load: Load = Load()
@@ -90,10 +92,11 @@ class Order(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and the folder for the files."""
+    """A plan, the folder for the files, and what is to be said before it begins."""
 
     plan: Plan
     folder: Path
+    notes: tuple[str, ...] = ()
 
 
 def take_order(environment: MutableMapping[str, str]) -> Order:
@@ -107,11 +110,20 @@ def planned(order: Order) -> Planned:
     scenario = read_scenario(order.scenario).override(**load, objectives=order.load.slo)
     name = order.name or scenario.name
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    folder = order.out or _RESULTS / f"{_UNFIT.sub('-', name)}-{stamp}"
+    if not order.overwrite and (folder / RUN_FILE).exists():
+        raise ValueError(f"{folder} holds another run: name another folder with --out, or replace it with --overwrite")
+    workload = scenario.read_workload()
+    if order.target == "triton" and workload.chats:
+        raise ValueError(
+            f"a plain Triton model takes text, not the messages of a chat as in {workload.name}: give --workload fixed,"
+            " or one of your own whose kinds have chat = false"
+        )
     objectives = tuple(Objective.parse(text) for text in scenario.objectives)
     plan = Plan(
         scenario=name,
         title=scenario.title,
-        workload=scenario.read_workload(),
+        workload=workload,
         stages=scenario.stages,
         url=order.url,
         target=order.target,
@@ -125,4 +137,12 @@ def planned(order: Order) -> Planned:
         search=scenario.search,
         command=order.command,
     )
-    return Planned(plan, order.out or _RESULTS / f"{_UNFIT.sub('-', name)}-{stamp}")
+    return Planned(plan, folder, _notes(order.load, plan))
+
+
+def _notes(load: Load, plan: Plan) -> tuple[str, ...]:
+    search = plan.search
+    if search is None or (load.rate is None and load.concurrency is None):
+        return ()
+    first, last = (search.stage(at).label for at in (search.start, search.most))
+    return (f"{plan.scenario} searches for a load: it starts at {first} and goes up to {last}",)

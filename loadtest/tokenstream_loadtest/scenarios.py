@@ -131,34 +131,40 @@ class Scenario(BaseModel):
     def override(self, **given: Any) -> Scenario:
         """The same with the fields of `Change` that are given and not None. ValueError in one line.
 
-        A `concurrency` or a `rate` puts one stage in place of all stages, or of the search; it ends as the first of
-        them, if neither `seconds` nor `requests` is given. Else these two end every stage, and `seconds` every trial.
+        A `concurrency` or a `rate` puts one stage in place of all stages; it ends as the first of them, if neither
+        `seconds` nor `requests` is given. Else these two end every stage. A search starts at that load, and `seconds`
+        end its trials.
         """
         change = checked(Change, given, _COMMAND_LINE)
         kept = ("workload", "repeats", "warmup", "objectives", "max_tokens", "fixed_length")
         update: dict[str, Any] = change.model_dump(include=set(kept), exclude_none=True)
-        if change.loads:
-            update |= {"search": None, "stages": (self._one_stage(change),)}
-        elif self.search is not None and change.ends:
+        if self.search is not None:
             update["search"] = self._searched(self.search, change)
+        elif change.loads:
+            update["stages"] = (self._one_stage(change),)
         elif change.ends:
             update["stages"] = tuple(replace(stage, **change.ends) for stage in self.stages)
         return self.model_copy(update=update)
 
     def _one_stage(self, change: Change) -> Stage:
-        ends = change.ends
-        if not ends and self.search is not None:
-            ends = {"seconds": self.search.seconds}
-        elif not ends:
-            ends = {"seconds": self.stages[0].seconds, "requests": self.stages[0].requests}
+        ends = change.ends or {"seconds": self.stages[0].seconds, "requests": self.stages[0].requests}
         load = change.model_dump(include=set(Load.model_fields), exclude_none=True)
         return checked(OneStage, load | ends, _COMMAND_LINE).stages()[0]
 
     @staticmethod
     def _searched(search: Search, change: Change) -> Search:
-        if change.seconds is None:
+        if change.requests is not None:
             raise ValueError(f"{_COMMAND_LINE}: the trials of a search end by seconds, not by requests")
-        return search.model_copy(update={"seconds": change.seconds})
+        if change.arrivals not in (None, "poisson") or change.burstiness or change.burst:
+            raise ValueError(f"{_COMMAND_LINE}: the arrivals of a search by rate are poisson")
+        if change.concurrency is not None and change.rate is not None:
+            raise ValueError(f"{_COMMAND_LINE}: give one of concurrency and rate, where a search starts")
+        update: dict[str, Any] = {} if change.seconds is None else {"seconds": change.seconds}
+        if change.rate is not None:
+            update |= search.starting("rate", change.rate)
+        elif change.concurrency is not None:
+            update |= search.starting("concurrency", change.concurrency)
+        return search.model_copy(update=update)
 
 
 def read_scenario(name_or_path: str) -> Scenario:

@@ -11,7 +11,7 @@ It does not know how a load is made.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,7 @@ from .amounts import Positive
 from .data_files import Table
 from .results import Arrivals, Stage
 
+_FURTHER = 16  # times as far as its start goes a search that was not told how far
 Whole = Annotated[int, Field(ge=1)]
 
 
@@ -132,6 +133,11 @@ class Search(Table):
         if self.most <= self.start:
             raise ValueError(f"most ({self.most:g}) should be more than start ({self.start:g})")
         return self
+
+    def starting(self, by: Literal["rate", "concurrency"], start: float) -> dict[str, Any]:
+        """What changes if it starts elsewhere; `most` stays, unless it was of another kind, or is less."""
+        most = self.most if by == self.by and start < self.most else start * _FURTHER
+        return {"by": by, "start": start, "most": most}
 
     def stage(self, load: float) -> Stage:
         """The trial of one load; callers are whole."""

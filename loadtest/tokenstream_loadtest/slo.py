@@ -40,6 +40,8 @@ class Objective:
         if found is not None:
             metric, point, unit = found["metric"], found["point"] or "", found["unit"]
             wanted = metric in LATENCIES and point and unit != "%"
+            if metric == ERRORS and unit == "%" and float(found["value"]) > 100:
+                raise ValueError(f"no objective: {text!r}; not more than 100% of requests can fail")
             if wanted or (metric == ERRORS and not point and unit == "%"):
                 return Objective(metric, point, float(found["value"]) * _UNITS[unit])
         names = ", ".join(LATENCIES)

@@ -20,6 +20,7 @@ from .tally import Group
 PERIOD = 1.0  # seconds between samples
 _STILL = 1.3  # seconds without a change after which a page that is renewed once a second is taken as up to date
 _LOOK = 0.1  # seconds between looks while that is awaited
+_COUNTERS = ("steps_total", "prompt_tokens_total", "generation_tokens_total")
 _PATIENCE = 6.0  # seconds for which it is awaited
 
 
@@ -30,6 +31,12 @@ class Watch:
         self._scraper = Scraper(url)
         self._model = model
         self._samples: list[Sample] = []
+        self._restarted = False
+
+    @property
+    def restarted(self) -> bool:
+        """Whether counters went back while it sampled, or since the page that the last counts began with."""
+        return self._restarted
 
     async def settled(self) -> Page | None:
         """The page once it stands still; None if it cannot be read."""
@@ -43,19 +50,24 @@ class Watch:
             return (told.requests, told.output_tokens) == (expected.requests, expected.output_tokens)
 
         after = await self._settle(complete)
+        self._restarted = self._restarted or (after is not None and self._fell(before, after))
         return None if after is None else self._between(before, after)
 
     async def sample(self) -> None:
         """Look once a second until cancelled."""
         began = time.perf_counter()
-        self._samples = []
+        self._samples, self._restarted = [], False
         last, page = began, await self._page()
+        seen = page
         while True:
             await asyncio.sleep(max(0.0, last + PERIOD - time.perf_counter()))
             now, following = time.perf_counter(), await self._page()
             if page is not None and following is not None:
                 intervals = between(page, following, now - last)
                 self._samples.append(_sample(now - began, self._chosen(intervals)))
+            if following is not None:
+                self._restarted = self._restarted or (seen is not None and self._fell(seen, following))
+                seen = following
             last, page = now, following
 
     @property
@@ -83,6 +95,10 @@ class Watch:
             return await asyncio.to_thread(self._scraper.page)
         except (ConnectionFailed, ConnectTimeout, ServerError):
             return None
+
+    def _fell(self, before: Page, after: Page) -> bool:
+        """Whether a counter is less than it was: the server that counts is another one."""
+        return any(after.value(key, name) < before.value(key, name) for key in self._keys(before) for name in _COUNTERS)
 
     def _keys(self, page: Page) -> list[Key]:
         own = [key for key in page.instances if key[0] == self._model]

@@ -52,6 +52,11 @@ class Workload:
     max_tokens: int | None = None
     fixed_length: bool = False
 
+    @property
+    def chats(self) -> bool:
+        """Whether some of its requests are the messages of a chat."""
+        return any(source.kind.chat for source in self.sources)
+
     def draw(self, seed: int) -> Iterator[Request]:
         """Requests without end, the same for the same seed; in each round as many of each kind as its share says."""
         dice = Dice(f"kinds {seed}")

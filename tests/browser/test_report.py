@@ -103,6 +103,12 @@ def test_on_a_phone_only_tables_scroll_sideways_and_they_do(shown: Page):
     assert size >= 9
 
 
+def test_on_a_small_laptop_no_table_is_cut_off(shown: Page):
+    shown.set_viewport_size({"width": 1200, "height": 800})
+    cut = "tables => tables.filter(one => one.scrollWidth > one.clientWidth).map(one => one.ariaLabel)"
+    assert shown.locator(".scroll").evaluate_all(cut) == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_by_day_and_by_night(shown: Page, scheme: str):
     shown.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]

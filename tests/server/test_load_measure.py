@@ -14,6 +14,7 @@ from tokenstream_loadtest.bench import Plan
 from tokenstream_loadtest.measure import measure
 from tokenstream_loadtest.requests import Request
 from tokenstream_loadtest.results import Measurement, Stage
+from tokenstream_loadtest.watch import PERIOD
 
 LARGEST_SHARE = 0.15  # of the server's CPU
 
@@ -68,7 +69,7 @@ def test_both_sides_count_the_same_and_their_clocks_agree(server: TritonServer) 
         assert one.all.responses == one.all.output_tokens
         assert one.cores is not None
         assert one.cores.server is not None
-        assert one.samples
+        assert one.samples or one.seconds < 2 * PERIOD  # the first look is behind a PERIOD
         assert not [flaw for flaw in one.flaws if "counted" in flaw or "others at the same time" in flaw]
     # Whoever else uses this machine may delay one or the other, but hardly all while it is quiet.
     for stage in stages:

@@ -40,7 +40,8 @@ MET = {"name": "ttft_p95", "load": "4 at once", "value": 0.312, "limit": 0.5, "m
 MISSED = {"name": "errors", "load": "4 at once", "value": 0.0244, "limit": 0.01, "met": False}
 SUMMARY: dict[str, Any] = {
     "event": "summary", "scenario": "quick", "title": "Quick", "valid": True, "met": True, "interrupted": False,
-    "levels": [LEVEL], "objectives": [MET], "search": None, "flaws": [], "notes": [],
+    "levels": [LEVEL], "objectives": [MET], "search": None,
+    "errors": [], "stalls": [], "reading": None, "flaws": [], "notes": [],
     "files": {"json": "there/run.json", "csv": "there/run.csv", "html": "there/report.html"},
 }  # fmt: skip
 
@@ -195,6 +196,15 @@ def test_a_summary_is_a_table_with_verdicts_overhead_and_files(package: Path) ->
     assert "generator: 0.08 cores at 4 at once, 84 us per token, 5% of the server's CPU" in lines
     assert lines[-4:] == ["valid", "json there/run.json", "csv there/run.csv", "html there/report.html"]
     assert result.stderr == "4 at once: 12 sent, 8 ended, 1 errors, 150 tokens/s, 18 s left\n"
+
+
+def test_what_was_measured_is_shown_though_its_files_could_not_be_written(package: Path) -> None:
+    child(package, saying({**SUMMARY, "files": {}}, {"error": "out/run.json: no space left on device", "code": 1}))
+    result = run("quick")
+    assert result.exit_code == 1
+    assert "4 at once" in result.stdout
+    assert result.stdout.endswith("valid\n")
+    assert result.stderr == "tokenstream: out/run.json: no space left on device\n"
 
 
 def test_a_missed_objective_is_code_1_and_says_value_and_limit(package: Path) -> None:

@@ -59,12 +59,19 @@ def test_objectives_add_up():
         (("--workload", "nothing"), "no workload 'nothing'"),
         (("--rate", "-1"), "--rate must be above 0"),
         (("--rate", "2", "--shape", "spike"), "give one of them"),
+        (("--shape", "ramp"), "until an objective is missed: give one with --slo"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, told):
     with pytest.raises(ValueError, match=told) as caught:
         read(*arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_an_address_of_http_is_none_of_grpc():
+    with pytest.raises(ValueError, match="--host is HOST:PORT for gRPC, got http://gpu1:8001"):
+        read(host="http://gpu1:8001")
+    assert read("--target", "openai", host="http://gpu1:8001").url == "http://gpu1:8001"
 
 
 def test_a_wrong_objective_is_wrong_usage(capsys):

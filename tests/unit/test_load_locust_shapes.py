@@ -60,6 +60,12 @@ def test_a_ramp_doubles_until_a_step_goes_badly():
     assert shape.ended_by_objective
 
 
+def test_a_ramp_ends_when_its_time_is_up():
+    shape = Ramp(64, 2.0, lambda: None, lambda: True, 5.0)
+    assert course(shape, 7) == [1, 1, 2, 2, 4, None, None]
+    assert (shape.best, shape.ended_by_time, shape.ended_by_objective) == (2, True, False)
+
+
 def test_a_ramp_ends_at_its_peak():
     shape, users = ramp([True] * 4, peak=6)
     assert users == [1, 1, 2, 2, 4, 4, 6, 6, None]

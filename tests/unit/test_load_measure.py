@@ -282,13 +282,21 @@ def test_a_measurement_on_which_both_sides_agree_has_no_flaw():
         (judged(measured(*TWO), requests=1), "the server counted 1 requests, the generator 2"),
         (judged(measured(*TWO), output_tokens=5), "the server counted 5 output tokens, the generator 4"),
         (judged(measured(*TWO), input_tokens=5), "the server counted 5 input tokens, the generator 14"),
-        (judged(measured(*TWO), ttft=0.05), "the mean TTFT is 100 ms here and 50 ms by the server's own clock"),
-        (judged(measured(*TWO), ttft=0.0885), "the mean TTFT is 100 ms here and 88.5 ms"),
+        (
+            judged(measured(*TWO), ttft=0.05),
+            "the mean TTFT from sending is 100 ms here and 50 ms by the server's own clock",
+        ),
+        (judged(measured(*TWO), ttft=0.0885), "the mean TTFT from sending is 100 ms here and 88.5 ms"),
     ],
 )
 def test_every_flaw_is_told_in_plain_words(found, words):
     assert len(found) == 1
     assert words in found[0]
+
+
+def test_a_server_that_was_started_anew_is_a_flaw_and_its_counts_are_not_compared():
+    found = flaws(measured(*TWO), TWO_AT_ONCE, QUIET, counted(output_tokens=1), local=True, restarted=True)
+    assert found == ("the server was started anew during the measurement",)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0.1, 0.0915), (0.013, 0.0035), (2.0, 1.85)])

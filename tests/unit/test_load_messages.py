@@ -14,11 +14,12 @@ import pytest
 from tokenstream_loadtest import measure as course
 from tokenstream_loadtest.bench import Plan, Progress
 from tokenstream_loadtest.checks import INTERRUPTED
+from tokenstream_loadtest.figures import OVER_REPEATS
 from tokenstream_loadtest.measure import measure
 from tokenstream_loadtest.messages import progress, summarise, trial
 from tokenstream_loadtest.records import Record
 from tokenstream_loadtest.requests import Request
-from tokenstream_loadtest.results import Cores, Found, Machine, Measurement, Run, Stage, dump_run, read_run
+from tokenstream_loadtest.results import Cores, Found, Machine, Measurement, Run, Stage, Stall, dump_run, read_run
 from tokenstream_loadtest.shapes import Search
 from tokenstream_loadtest.slo import Objective, good
 from tokenstream_loadtest.tally import Tally
@@ -167,7 +168,7 @@ def test_a_search_that_finds_nothing_is_not_met(carry: Carry) -> None:
     noisy, _ = carry(lambda stage, repeat: measured(stage, repeat, 0.1, "noise"), wanted)
     told = summarise(noisy, FILES)
     assert (told["valid"], told["met"]) == (False, False)
-    assert "1 at once, repeat 2: noise" in told["flaws"]
+    assert "1 at once (2): noise" in told["flaws"]
 
 
 def test_a_search_that_is_interrupted_keeps_the_cut_trial_and_what_it_had_found(carry: Carry) -> None:
@@ -181,24 +182,37 @@ def test_a_search_that_is_interrupted_keeps_the_cut_trial_and_what_it_had_found(
     assert (run.interrupted, summarise(run, FILES)["valid"]) == (True, False)
 
 
-def test_a_summary_has_medians_and_judges_the_worst_repeat(carry: Carry) -> None:
+def test_a_summary_has_one_value_for_each_name_and_judges_all_repeats_together(carry: Carry) -> None:
     ttft = {("2 at once", 1): 0.7}
     run, _ = carry(lambda stage, repeat: measured(stage, repeat, ttft.get((stage.label, repeat), 0.1)))
     summary = summarise(run, FILES)
     one, two = summary["levels"]
     assert (one["load"], one["repeats"], one["ok"], one["errors"], one["tokens_per_second"]) == (
-        "1 at once", 2, 10, 1, 2.0,
+        "1 at once", 2, 20, 2, 2.0,
     )  # fmt: skip
     assert one["ttft_p50"] == pytest.approx(0.1, rel=1e-3)
-    assert two["ttft_p50"] == pytest.approx(0.4, rel=1e-3)
+    assert two["ttft_p50"] == pytest.approx(0.1, rel=1e-3)
+    assert two["ttft_p95"] == pytest.approx(0.7, rel=1e-3)
+    assert summary["reading"] == OVER_REPEATS
     assert one["itl_p99"] == pytest.approx(0.01, rel=1e-2)
     assert (one["generator_cores"], one["server_cores"]) == (0.1, 1.5)
     assert one["overhead_per_token"] == pytest.approx(0.1 * 10 / 20)
     first, second = summary["objectives"]
     assert (first["name"], first["load"], first["limit"], first["met"]) == ("ttft_p50", "1 at once", 0.5, True)
-    assert (second["load"], second["met"]) == ("2 at once", False)
-    assert second["value"] == pytest.approx(0.7, rel=1e-3)
-    assert (summary["met"], summary["valid"]) == (False, True)
-    assert summary["notes"][0] == "1 at once, repeat 1: a note"
+    assert (second["load"], second["met"]) == ("2 at once", True)
+    assert second["value"] == two["ttft_p50"]
+    assert (summary["met"], summary["valid"]) == (True, True)
+    assert summary["notes"][0] == "1 at once, all 2 repeats: a note"
     assert summary["files"] == {"json": "run.json"}
     assert json.loads(json.dumps(summary)) == summary
+
+
+def test_errors_and_stalls_are_counted_over_all_repeats(carry: Carry) -> None:
+    def answer(stage: Stage, repeat: int) -> Measurement:
+        one = measured(stage, repeat, 0.1)
+        return replace(one, stalls=(Stall(1.0, 1.5 + repeat),)) if stage.concurrency == 2 else one
+
+    summary = summarise(carry(answer)[0], FILES)
+    assert summary["errors"] == [{"kind": "overloaded", "count": 4, "example": "full"}]
+    assert summary["stalls"] == [{"load": "2 at once", "count": 2, "longest": 2.5}]
+    assert [level["stalls"] for level in summary["levels"]] == [0, 2]

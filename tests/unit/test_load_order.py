@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tokenstream_loadtest.order import VARIABLE, Order, planned, take_order
 
 SCENARIO = """
@@ -85,4 +87,25 @@ def test_a_search_takes_the_place_of_stages(tmp_path: Path) -> None:
     made = planned(order(tmp_path, SEARCH, load={"slo": ["ttft_p95=1s"]}))
     assert made.plan.search is not None
     assert made.plan.search.most == 8
-    assert planned(order(tmp_path, SEARCH, load={"concurrency": 3})).plan.search is None
+    assert made.notes == ()
+    moved = planned(order(tmp_path, SEARCH, load={"concurrency": 3}))
+    assert moved.plan.search is not None
+    assert (moved.plan.search.start, moved.plan.search.most) == (3, 8)
+    assert moved.notes == ("mine searches for a load: it starts at 3 at once and goes up to 8 at once",)
+
+
+def test_a_folder_that_holds_a_run_is_not_written_into_unless_asked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").touch()
+    assert planned(order(tmp_path, out=str(out))).folder == out
+    (out / "run.json").touch()
+    with pytest.raises(ValueError, match=r"holds another run: .*--overwrite"):
+        planned(order(tmp_path, out=str(out)))
+    assert planned(order(tmp_path, out=str(out), overwrite=True)).folder == out
+
+
+def test_messages_of_a_chat_for_a_plain_triton_model_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="takes text, not the messages of a chat as in chat: give --workload fixed"):
+        planned(order(tmp_path, target="triton"))
+    planned(order(tmp_path, target="triton", load={"workload": "fixed"}))

@@ -178,8 +178,6 @@ def test_a_load_that_is_given_stands_in_place_of_all_stages() -> None:
     assert chat.override(rate=2, requests=50).stages == (Stage("poisson", rate=2, requests=50),)
     given = chat.override(rate=2, arrivals="gamma", burstiness=0.5).stages
     assert given == (Stage("gamma", rate=2, burstiness=0.5, seconds=30),)
-    ramp = read_scenario("ramp").override(concurrency=3)
-    assert (ramp.search, ramp.stages) == (None, (Stage(concurrency=3, seconds=30),))
 
 
 def test_what_ends_a_stage_can_be_given_for_all() -> None:
@@ -189,6 +187,19 @@ def test_what_ends_a_stage_can_be_given_for_all() -> None:
     search = read_scenario("ramp").override(seconds=2).search
     assert search is not None
     assert search.seconds == 2
+
+
+def test_a_load_that_is_given_is_where_a_search_starts() -> None:
+    ramp = read_scenario("ramp")
+    assert ramp.search is not None
+    start = ramp.search.start
+    by_rate, high, callers = (
+        ramp.override(**given).search for given in ({"rate": 2 * start}, {"rate": 1000}, {"concurrency": 3})
+    )
+    assert by_rate == ramp.search.model_copy(update={"start": 2 * start})
+    assert high == ramp.search.model_copy(update={"start": 1000, "most": 16000})
+    assert callers == ramp.search.model_copy(update={"by": "concurrency", "start": 3, "most": 48})
+    assert ramp.override(concurrency=3).stages == ()
 
 
 def test_answers_repeats_and_objectives_can_be_given() -> None:
@@ -210,6 +221,8 @@ def test_answers_repeats_and_objectives_can_be_given() -> None:
         ("quick", {"concurrency": 1, "burst": 3}, "burst (2 or more) and arrivals"),
         ("quick", {"objectives": ["fast"]}, "no objective: 'fast'"),
         ("ramp", {"requests": 5}, "the trials of a search end by seconds"),
+        ("ramp", {"rate": 5, "arrivals": "constant"}, "the arrivals of a search by rate are poisson"),
+        ("ramp", {"rate": 5, "concurrency": 5}, "give one of concurrency and rate"),
         ("quick", {"speed": 5}, "the command line: speed: there is no such field"),
     ],
 )

@@ -96,3 +96,9 @@ def test_what_a_request_has_no_value_for_it_keeps_to():
 def test_goodput_is_the_good_ones_over_the_time():
     measured = measurement_of([record([0.1]), record([0.2]), record([0.9])], 4.0, objectives=["ttft_p95=500ms"])
     assert (measured.goodput, measured.requests_per_second) == (0.5, 0.75)
+
+
+def test_no_more_than_all_requests_can_fail():
+    assert Objective.parse("errors=100%").limit == 1.0
+    with pytest.raises(ValueError, match="not more than 100%"):
+        Objective.parse("errors=200%")

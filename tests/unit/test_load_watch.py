@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tokenstream_loadtest import host
 from tokenstream_loadtest.host import Meter, descendants, describe_machine, host_and_port, is_here, listener
 from tokenstream_loadtest.results import Sample, ServerCounts
 from tokenstream_loadtest.tally import Group
@@ -112,6 +113,20 @@ def test_counts_are_what_all_instances_of_the_model_did_meanwhile(pages):
         preemptions=6,
         prefix_hits=0.25,
     )
+
+
+@pytest.mark.parametrize(("after", "restarted"), [(AFTER, False), ({"generation_tokens_total": 99}, True), ({}, True)])
+def test_counters_that_went_back_are_those_of_a_server_that_was_started_anew(pages, after, restarted):
+    async def main() -> bool:
+        watch = Watch(pages.url, "llm")
+        pages.show(**BEFORE)
+        before = await watch.settled()
+        assert before is not None
+        pages.show(**after)
+        await watch.counts(before, told(6, 80))
+        return watch.restarted
+
+    assert asyncio.run(main()) is restarted
 
 
 def test_counts_that_never_agree_are_taken_once_the_page_stands_still(pages):
@@ -218,6 +233,16 @@ def test_the_servers_processes_are_the_listener_and_its_children(burning):
     assert process.pid in tree
     assert len(tree) == 2
     assert tree < descendants(os.getpid())
+
+
+def test_a_server_that_another_took_the_place_of_is_told(burning, monkeypatch):
+    process, port = burning
+    meter = Meter(port)
+    meter.read()
+    assert not meter.restarted
+    monkeypatch.setattr(host, "listener", lambda _port: process.pid + 1)
+    meter.read()
+    assert meter.restarted
 
 
 def test_cpu_is_told_apart_between_server_and_generator(burning):

@@ -1,7 +1,7 @@
 """The comparison as Markdown: a short table for the README, the whole of it for docs/peers.md.
 
-Medians over rounds, the range in parentheses; a value that is marked * has flaws, which the page names. It does not
-know how anything was measured beyond what the runs say.
+Rates and ratios are medians over rounds, latencies those of all rounds together, ranges in parentheses; a value that is
+marked * has flaws, which the page names. It does not know how anything was measured beyond what the runs say.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def _introduction(comparison: Comparison) -> list[str]:
         " a time, with all cores, asked over its own protocol from the same machine. Each level begins with a warm-up"
         " that is not counted, once the machine was quiet, or had not become so in a minute.",
         "",
-        f"Model: `{settings.model}`, in bfloat16, the same weights for all. Values are medians over rounds, in"
-        " parentheses the range; TTFT and ITL as in [loadtest.md](loadtest.md).",
+        f"Model: `{settings.model}`, in bfloat16, the same weights for all. Rates are medians over rounds, latencies"
+        " those of all rounds together, in parentheses the range; TTFT and ITL as in [loadtest.md](loadtest.md).",
     ]
     if comparison.quick:
         lines += ["", "**Made with `--quick`: too few requests for conclusions.**"]
@@ -159,7 +159,7 @@ def _levels(comparison: Comparison) -> list[str]:
 
 def _cells(comparison: Comparison, standing: Standing, callers: int) -> list[str]:
     rate, bound = standing.value(callers, TOKENS_PER_SECOND), comparison.bound(callers)
-    share = f"{rate.median / bound:.0%}" if rate is not None and bound else NOTHING
+    share = f"{rate.value / bound:.0%}" if rate is not None and bound else NOTHING
     times = (TTFT50, TTFT95, ITL50, ITL95, ITL_MOST, TPOT50)
     errors = sum(measurement.all.errors for measurement in standing.levels[callers].measurements)
     ranged = _ranged(rate, TOKENS_PER_SECOND) + _mark(standing, callers)
@@ -240,30 +240,30 @@ def _rates(comparison: Comparison, callers: int) -> list[str]:
     cells = [str(callers)]
     for standing in comparison.found:
         rate = standing.value(callers, TOKENS_PER_SECOND)
-        text = number(rate.median if rate else None) + _mark(standing, callers)
+        text = number(rate.value if rate else None) + _mark(standing, callers)
         if comparison.ours is not None and standing is not comparison.ours:
             pair = ratio(comparison.ours, standing, callers, TOKENS_PER_SECOND)
-            text += f" ({_times(pair.median)})" if pair else ""
+            text += f" ({_times(pair.value)})" if pair else ""
         cells.append(text)
     return [*cells, number(comparison.bound(callers))] if comparison.limits else cells
 
 
 def _latencies(standing: Standing, callers: int) -> str:
     found = [(standing.value(callers, figure), figure) for figure in (TTFT50, ITL95)]
-    return " / ".join(figure.text(value.median if value else None) for value, figure in found)
+    return " / ".join(figure.text(value.value if value else None) for value, figure in found)
 
 
 def _ranged(value: Spread | None, figure: Figure) -> str:
     if value is None:
         return NOTHING
-    middle = figure.text(value.median)
+    middle = figure.text(value.value)
     return middle if value.count == 1 else f"{middle} ({figure.text(value.low)} to {figure.text(value.high)})"
 
 
 def _ratio(value: Spread | None) -> str:
     if value is None:
         return NOTHING
-    middle = _times(value.median)
+    middle = _times(value.value)
     return middle if value.count == 1 else f"{middle} ({_times(value.low)} to {_times(value.high)})"
 
 

@@ -70,18 +70,18 @@ def _panel(found: Sequence[Standing], callers: Sequence[int], figure: Figure, ti
     spreads = [
         [(at, value) for at in callers if (value := standing.value(at, figure)) is not None] for standing in found
     ]
-    medians = [value.median for each in spreads for _, value in each]
+    values = [value.value for each in spreads for _, value in each]
     if figure.unit == "ms":
-        y = charts.logarithmic(medians, _BASE, _HEAD, lambda value: number(value * 1e3))
+        y = charts.logarithmic(values, _BASE, _HEAD, lambda value: number(value * 1e3))
     else:
-        y = charts.linear(medians, _BASE, _HEAD)
+        y = charts.linear(values, _BASE, _HEAD)
     drawn = []
     for index, (standing, each) in enumerate(zip(found, spreads, strict=True)):
         colour = charts.colour(index)
-        drawn.append(charts.line([(x.at(at), y.at(value.median)) for at, value in each], colour))
+        drawn.append(charts.line([(x.at(at), y.at(value.value)) for at, value in each], colour))
         drawn += [
             charts.point(
-                x.at(at), y.at(value.median), f"{standing.title}, {at} at once: {figure.text(value.median)}", colour
+                x.at(at), y.at(value.value), f"{standing.title}, {at} at once: {figure.text(value.value)}", colour
             )
             for at, value in each
         ]
@@ -100,4 +100,4 @@ def _key(found: Sequence[Standing]) -> Markup:
 
 def _words(standing: Standing, callers: Sequence[int]) -> str:
     rates = ((at, standing.value(at, TOKENS_PER_SECOND)) for at in callers)
-    return ", ".join(f"{number(rate.median)} tokens/s at {at}" for at, rate in rates if rate is not None)
+    return ", ".join(f"{number(rate.value)} tokens/s at {at}" for at, rate in rates if rate is not None)

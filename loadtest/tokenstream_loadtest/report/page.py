@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..figures import (
     GOODPUT,
+    OVER_REPEATS,
     TOKENS_PER_SECOND,
     Judged,
     Level,
@@ -28,6 +29,7 @@ from ..figures import (
     trusted,
 )
 from ..results import Found, Run
+from ..sayings import told
 from ..slo import Objective
 from . import plots, tables, timeline
 from .markup import Child, Markup, tag
@@ -103,14 +105,9 @@ def _header(run: Run, title: str) -> Markup:
 
 def _verdict(run: Run, found: Sequence[Level], judged: Sequence[Judged]) -> Markup | None:
     valid = trusted(run)
-    flaws = [
-        tag("li", f"{level.named(measurement)}: {flaw}")
-        for level in found
-        for measurement in level.measurements
-        for flaw in measurement.flaws
-    ]
-    told = [f"{level.name}: {note}" for level in found for each in level.measurements for note in each.notes]
-    notes = sorted({*told, *(run.found.notes if run.found else ())})
+    flaws = [tag("li", line) for level in found for line in told(level, lambda each: each.flaws)]
+    notes = [line for level in found for line in told(level, lambda each: each.notes)]
+    notes += run.found.notes if run.found else ()
     return _section(
         "Verdict",
         tag("div", _trust(run, flaws, valid=valid), _goals(run, found, judged), class_="cards"),
@@ -167,8 +164,8 @@ def _tightest(judged: Sequence[Judged]) -> str:
     there = [one for one in judged if one.values is not None and one.objective.limit > 0]
     if not there:
         return "Nothing was measured that they could be held against."
-    one = max(there, key=lambda one: one.values.median / one.objective.limit if one.values else 0.0)
-    value = one.values.median if one.values else 0.0
+    one = max(there, key=lambda one: one.values.value / one.objective.limit if one.values else 0.0)
+    value = one.values.value if one.values else 0.0
     text = f"{number(value * 100)} %" if one.objective.metric == "errors" else duration(value)
     limit = str(one.objective).split("=")[1]
     word = "Closest to its limit" if one.ok else "Furthest off"
@@ -179,7 +176,7 @@ def _tiles(run: Run, found: Sequence[Level]) -> Markup | None:
     if not found:
         return None
     best, speeds = best_level(run, found), [(level, level.spread(TOKENS_PER_SECOND)) for level in found]
-    fastest = max(speeds, key=lambda pair: pair[1].median if pair[1] else 0.0)
+    fastest = max(speeds, key=lambda pair: pair[1].value if pair[1] else 0.0)
     good = best.spread(GOODPUT) if best else None
     requests, failed = (sum(of) for of in zip(*((one.group.requests, one.group.errors) for one in found), strict=True))
     stalls = [stall for level in found for measurement in level.measurements for stall in measurement.stalls]
@@ -187,10 +184,8 @@ def _tiles(run: Run, found: Sequence[Level]) -> Markup | None:
     name = "within every objective" if run.objectives else "answered"
     return tag(
         "dl",
-        _tile(
-            f"best requests/s {name}", number(good.median if good else None), best.name if best else _why_none(found)
-        ),
-        _tile("most tokens/s", number(fastest[1].median if fastest[1] else None), fastest[0].name),
+        _tile(f"best requests/s {name}", number(good.value if good else None), best.name if best else _why_none(found)),
+        _tile("most tokens/s", number(fastest[1].value if fastest[1] else None), fastest[0].name),
         _tile("requests", f"{requests:,}", f"{failed:,} failed"),
         _tile("stalls", f"{len(stalls):,}", longest),
         class_="tiles",
@@ -214,7 +209,7 @@ def _command(run: Run) -> Markup | None:
 
 def _reading(found: Sequence[Level]) -> Markup | None:
     repeats = max(len(level.measurements) for level in found)
-    return tag("p", f"Medians of {repeats} repeats, with their range.", class_="note") if repeats > 1 else None
+    return tag("p", f"{OVER_REPEATS} Small: the range of {repeats} repeats.", class_="note") if repeats > 1 else None
 
 
 def _charts(title: str, *charts: Markup | None) -> Markup | None:

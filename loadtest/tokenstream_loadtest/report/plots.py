@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from ..figures import GOODPUT, TOKENS_PER_SECOND, Level, duration, latency, number
+from ..figures import FAILED, GOODPUT, TOKENS_PER_SECOND, TOO_SLOW, Level, duration, latency, number
 from ..histograms import Histogram
 from ..slo import Objective
 from . import charts
@@ -45,7 +45,7 @@ def throughput(levels: Sequence[Level], objectives: Sequence[Objective], metric:
     values = [value for *_, y in spreads for value in (y.low, y.high)]
     y_axis = _latency_axis(values, _BASE, _HEAD)
     drawn = [charts.limit(y_axis, goal.limit, f"limit {goal}") for goal in objectives if goal.name == figure.key]
-    drawn.append(charts.line([(x_axis.at(x.median), y_axis.at(y.median)) for *_, x, y in spreads], "path"))
+    drawn.append(charts.line([(x_axis.at(x.value), y_axis.at(y.value)) for *_, x, y in spreads], "path"))
     places: list[tuple[float, float, str]] = []
     words: list[str] = []
     for index, level, x, y in spreads:
@@ -54,10 +54,10 @@ def throughput(levels: Sequence[Level], objectives: Sequence[Objective], metric:
             if speed is not None and value is not None:
                 tip = f"{level.named(measurement)}: {number(speed)} tokens/s, {duration(value)}"
                 drawn.append(charts.point(x_axis.at(speed), y_axis.at(value), tip, f"light {colour(index)}", 3))
-        said = f"{level.name}: {number(x.median)} tokens/s, {duration(y.median)}"
+        said = f"{level.name}: {number(x.value)} tokens/s, {duration(y.value)}"
         words.append(said)
-        drawn.append(charts.point(x_axis.at(x.median), y_axis.at(y.median), said, colour(index), 5))
-        places.append((x_axis.at(x.median), y_axis.at(y.median), _short(level)))
+        drawn.append(charts.point(x_axis.at(x.value), y_axis.at(y.value), said, colour(index), 5))
+        places.append((x_axis.at(x.value), y_axis.at(y.value), _short(level)))
     title = f"Throughput against {NAMES[metric]} p95"
     chart = charts.svg(
         title,
@@ -137,11 +137,9 @@ def goodput(levels: Sequence[Level], objectives: Sequence[Objective]) -> Markup 
     """Requests per second at each load: those within every objective, the other answers, errors."""
     rates = []
     for level in levels:
-        seconds = sum(measurement.seconds for measurement in level.measurements)
-        if seconds > 0:
-            group = level.group
-            slow = max(group.outcomes.get("ok", 0) - group.good, 0)
-            rates.append((level, group.good / seconds, slow / seconds, group.errors / seconds))
+        good, slow, failed = (level.spread(figure) for figure in (GOODPUT, TOO_SLOW, FAILED))
+        if good and slow and failed:
+            rates.append((level, good.value, slow.value, failed.value))
     if not rates:
         return None
     row = 36.0
@@ -158,8 +156,7 @@ def goodput(levels: Sequence[Level], objectives: Sequence[Objective]) -> Markup 
                 width = axis.at(rate) - axis.begin
                 drawn.append(charts.bar(x, y + 17, width, 12, f"{level.name}: {number(rate)}/s {name}", class_))
                 x = round(x + width, 2)
-        spread = level.spread(GOODPUT)
-        said = f"{level.name}: {number(spread.median if spread else 0.0)} good requests/s"
+        said = f"{level.name}: {number(of[0])} good requests/s"
         words.append(said)
         drawn.append(tag("text", said, class_="label", x=axis.begin, y=y + 12))
     title = "Requests per second at each load"

@@ -1,7 +1,7 @@
 """The tables of a report: what every load came to, errors, kinds of requests, the server's own numbers, CPU, terms.
 
-Times are in milliseconds. Over several repeats a cell holds the median, and the range below it. It does not know in
-which order the tables are shown.
+Times are in milliseconds. Over several repeats a cell holds the one value of `figures`, and the range beside it.
+It does not know in which order the tables are shown.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def _judged(one: Judged) -> Markup:
     text = _share if one.objective.metric == ERRORS else duration
     word = tag("span", "✓ met" if one.ok else "✗ missed", class_="met" if one.ok else "missed")
     repeats = len(one.level.measurements)
-    of = f" in {repeats - one.met} of {repeats} repeats" if 0 < one.met < repeats else ""
-    return join(word, of, " ", _spread(one.values, text))
+    split = f" missed in {repeats - one.met} of {repeats} repeats" if 0 < one.met < repeats else ""
+    return join(word, " ", _spread(one.values, text), tag("small", split) if split else None)
 
 
 def _group(group: Group) -> list[str]:
@@ -264,10 +264,12 @@ def _agreement(group: Group, server: ServerCounts | None) -> list[Child]:
     def apart(own: float | None, told: float | None) -> str:
         return f"{100 * (own / told - 1):+.1f} %" if own is not None and told else NOTHING
 
+    # Of callers who left or were cut off both need not have seen the same.
+    alike = group.outcomes.get("ok", 0) == group.requests and not group.resumes
     ttft, itl = group.histograms["ttft_sent"], group.histograms["itl"]
     return [
-        *_counts(group.requests, server.requests),
-        *_counts(group.output_tokens, server.output_tokens),
+        *_counts(group.requests, server.requests, alike=alike or server.requests > group.requests),
+        *_counts(group.output_tokens, server.output_tokens, alike=alike),
         *(*means(ttft, server.ttft), apart(ttft.mean, server.ttft)),
         *(*means(itl, server.itl), apart(itl.mean, server.itl)),
         *means(group.histograms["queue"], server.queue),
@@ -276,8 +278,11 @@ def _agreement(group: Group, server: ServerCounts | None) -> list[Child]:
     ]
 
 
-def _counts(own: int, told: int) -> tuple[Child, Child]:
-    return f"{own:,}", f"{told:,}" if own == told else tag("span", f"≠ {told:,}", class_="missed")
+def _counts(own: int, told: int, *, alike: bool) -> tuple[Child, Child]:
+    """`alike`: both should be the same."""
+    if own == told:
+        return f"{own:,}", f"{told:,}"
+    return f"{own:,}", tag("span", f"≠ {told:,}", class_="missed" if alike else None)
 
 
 def _cell(level: Level, figure: Figure) -> Child:
@@ -288,8 +293,8 @@ def _spread(values: Spread | None, text: figures.Text) -> Child:
     if values is None:
         return NOTHING
     if values.count == 1 or text(values.low) == text(values.high):
-        return text(values.median)
-    return join(text(values.median), " ", tag("small", f"{text(values.low)}–{text(values.high)}"))  # noqa: RUF001 - a range
+        return text(values.value)
+    return join(text(values.value), " ", tag("small", f"{text(values.low)}–{text(values.high)}"))  # noqa: RUF001 - a range
 
 
 def _level(level: Level) -> Child:

@@ -29,8 +29,8 @@ _COLUMNS = {
 _TYPES = {"charts.html": "text/html", "charts.js": "text/javascript", "charts.css": "text/css"}
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
 _LINK = (
-    '<a href="tokenstream/" style="position:fixed;right:1rem;bottom:1rem;padding:.5rem 1rem;border-radius:.5rem;'
-    'background:#15803d;color:#fff;font:14px sans-serif;text-decoration:none;z-index:9">Token charts</a>'
+    '<a href="tokenstream/" style="display:block;padding:.25rem 1rem;background:#15803d;color:#fff;'
+    'font:14px sans-serif;text-align:right;text-decoration:none">Token charts</a>'
 )
 
 
@@ -54,7 +54,7 @@ def add_charts(web_ui: WebUI, session: Session) -> None:
         if response.status_code == 200 and request.path == f"{base}/stats/requests":
             _add_stats(response, session.totals)
         elif response.status_code == 200 and request.path == f"{base}/":
-            response.set_data(response.get_data(as_text=True).replace("</body>", f"{_LINK}</body>"))
+            response.set_data(response.get_data(as_text=True).replace("<body>", f"<body>{_LINK}", 1))
         return response
 
     for rule, view in (("/", page), ("/<any('charts.js', 'charts.css'):name>", asset), ("/points", points)):

@@ -103,9 +103,9 @@ class Driver:
         self._target, self._watch, self._before, server = None, None, None, {}
         try:
             target = await self._stack.enter_async_context(_target(order))
-            with suppress(Failed, TimeoutError):  # a server that cannot be reached shows in the records
+            with suppress(TimeoutError):  # a server that cannot be reached shows in the records
                 async with asyncio.timeout(_DESCRIBE_SECONDS):
-                    server = await target.describe()
+                    server = await _described(target)
             if order.metrics_url is not None:
                 self._watch = Watch(order.metrics_url, order.model)
                 self._before = await self._watch.settled()
@@ -158,6 +158,16 @@ class Driver:
 
     def _tell(self, report: Report) -> None:
         self._writer.write(report_line(report))
+
+
+async def _described(target: Target) -> dict[str, str]:
+    """What it says of itself. Failed if it has no such model, or no ear for us: no request would ever be answered."""
+    try:
+        return await target.describe()
+    except Failed as error:
+        if error.outcome == "unauthorized" or "unknown model" in error.line.lower():
+            raise
+        return {}
 
 
 def _target(order: Open) -> Target:

@@ -48,7 +48,8 @@ def rows(group: Group) -> list[dict[str, object]]:
 
 
 def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 3)
+    """With four digits, and no more than microseconds."""
+    return None if seconds is None else float(f"{round(seconds * 1000, 3):.4g}")
 
 
 def _some(items: Sequence[Item]) -> Sequence[Item]:

@@ -98,6 +98,10 @@ class Choices:
             raise ValueError(f"--rate must be above 0, got {rate:g}")
         if rate and options.shape:
             raise ValueError("--shape changes the number of users, and --rate does not look at it: give one of them")
+        if options.shape == "ramp" and not options.slo:
+            raise ValueError("--shape ramp goes on until an objective is missed: give one with --slo")
+        if target == "tokenstream" and "://" in url:
+            raise ValueError(f"--host is HOST:PORT for gRPC, got {url}; for OpenAI's HTTP give --target openai")
         return Choices(
             target=target,
             url=url,

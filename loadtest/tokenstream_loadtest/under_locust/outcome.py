@@ -34,8 +34,12 @@ def conclude(
     server: dict[str, str],
     shape: str,
     told: Iterable[str] = (),
+    restarted: bool = False,
 ) -> Run:
-    """The run with its one measurement. `cores`: of all processes; `told`: notes of whoever led the test."""
+    """The run with its one measurement. `cores`: of all processes; `told`: notes of whoever led the test.
+
+    `restarted`: another server than at the begin listened at its end.
+    """
     host, _ = host_and_port(choices.url)
     local = is_here(host)
     stage = choices.stage or Stage(concurrency=max(totals.peak_users, 1), seconds=None)
@@ -54,7 +58,7 @@ def conclude(
         stalls=stalls,
         cores=cores,
         server=counts,
-        flaws=(*totals.flaws(), *flaws(measured, stage, busiest, counts, local=local)),
+        flaws=(*totals.flaws(), *flaws(measured, stage, busiest, counts, local=local, restarted=restarted)),
         notes=(*told, *notes(measured, stage, watched=choices.metrics_url, counts=counts)),
     )
     return Run(
@@ -96,7 +100,7 @@ def table(run: Run) -> str:
         lines += [f"flaw: {flaw}" for flaw in measurement.flaws]
         lines += [f"note: {note}" for note in measurement.notes]
     for judged in judge(run, levels(run)):
-        value = judged.values.high if judged.values else None
+        value = judged.values.value if judged.values else None
         errors = judged.objective.metric == ERRORS
         shown = f"{number(value * 100)} %" if errors and value is not None else duration(value)
         lines.append(f"{'met   ' if judged.ok else 'MISSED'} {judged.objective}: {shown}")

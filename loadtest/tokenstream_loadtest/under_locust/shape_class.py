@@ -45,6 +45,8 @@ class TokenShape(LoadTestShape):
             return (found,)
         best = f"{self._shape.best} users at once met every objective" if self._shape.best else "no load met them all"
         how = "and the next step missed one" if self._shape.ended_by_objective else "and none was missed"
+        if self._shape.ended_by_time:
+            how = "then the time was up"
         return found, f"{best}, {how}"
 
     def _made(self, options: Namespace) -> Shape:
@@ -58,7 +60,7 @@ class TokenShape(LoadTestShape):
             case "soak":
                 return Soak(peak, seconds)
             case _:
-                return Ramp(peak, float(options.shape_seconds), self._begin_step, self._went_well)
+                return Ramp(peak, float(options.shape_seconds), self._begin_step, self._went_well, seconds or None)
 
     def _begin_step(self) -> None:
         self._session.update()

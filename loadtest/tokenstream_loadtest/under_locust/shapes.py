@@ -61,19 +61,29 @@ class Soak:
 class Ramp:
     """1, 2, 4, ... users up to the `peak`, each for `step` seconds, until a step does not go `well`.
 
-    `begin` is called when a step begins, `well` when it ends: whether its requests met every objective. A step without
-    a request that ended is given one more.
+    It ends behind `seconds` too, if there is such a limit. `begin` is called when a step begins, `well` when it ends:
+    whether its requests met every objective. A step without a request that ended is given one more.
     """
 
-    def __init__(self, peak: int, step: float, begin: Callable[[], None], well: Callable[[], bool | None]) -> None:
-        self._peak, self._step, self._begin, self._well = peak, step, begin, well
+    def __init__(
+        self,
+        peak: int,
+        step: float,
+        begin: Callable[[], None],
+        well: Callable[[], bool | None],
+        seconds: float | None = None,
+    ) -> None:
+        self._peak, self._step, self._begin, self._well, self._seconds = peak, step, begin, well, seconds
         self._users = 0
         self._until = 0.0
         self.best = 0  # the highest number of users whose step went well
-        self.ended_by_objective = False
+        self.ended_by_objective = self.ended_by_time = False
 
     def users(self, at: float) -> int | None:
         """The step's, or None behind the last one."""
+        if self._seconds is not None and at >= self._seconds:
+            self.ended_by_time = True
+            return None
         if self._users and at < self._until:
             return self._users
         if self._users:

@@ -153,6 +153,7 @@ class _Leader:
             server=session.server,
             shape=str(session.options.shape),
             told=told,
+            restarted=session.meter.restarted,
         )
         sys.stdout.write(f"{table(run)}\n\n")
         sys.stdout.flush()

@@ -1,0 +1,36 @@
+"""A run's files are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tokenstream_loadtest import files
+from tokenstream_loadtest.files import write_files
+from tokenstream_loadtest.results import Run, read_run
+from unit.invented_runs import measurement_of, record, run_of
+
+RUN = run_of([measurement_of([record([0.1])], 1.0)])
+
+
+def test_three_files_are_written_and_nothing_else(tmp_path: Path) -> None:
+    written = write_files(RUN, tmp_path / "a" / "b")
+    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["report.html", "run.csv", "run.json"]
+    assert read_run(written["json"]).scenario == RUN.scenario
+
+
+def test_a_full_disk_leaves_what_was_there_and_is_told_with_the_files_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_run: Run, path: Path) -> None:
+        path.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "run.json").write_text("an older one")
+    monkeypatch.setattr(files, "write_report", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        write_files(RUN, tmp_path)
+    assert error.value.filename == str(tmp_path / "report.html")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"run.json": "an older one"}
