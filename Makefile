@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := client loadtest model_repository docker tests
 
-.PHONY: help demo demo-failover serve load bench-peers test ops browser lint fmt soak clean
+.PHONY: help demo demo-failover serve load bench-peers test loadtests ops browser lint fmt soak clean
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -27,6 +27,9 @@ load: $(VENV)/loadtest.done ## Load what `make serve` runs, 20 s; ARGS='chat --s
 
 test: lint ## Lint, types, unit, engine and real-server tests
 	$(BIN)/python -m pytest tests/unit tests/engine tests/server
+
+loadtests: $(VENV)/dev.done ## Test the load tests: the command and Locust against a real server and scripted ones
+	$(BIN)/python -m pytest tests/load
 
 ops: $(VENV)/ops.done ## Check the images, the compose file and the metrics with the tools that will read them
 	$(BIN)/python -m pytest tests/ops
