@@ -108,7 +108,8 @@ class Pursuit:
             if self._failure is not None:
                 raise self._failure
             self._connections.check_process()
-            await self.begin()
+            if self._course is None:
+                await self.begin()
             while not self.answer.final:
                 chunk = await self._ending(self._advance())
                 if chunk is not None:

@@ -88,6 +88,12 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def machine_seconds() -> tuple[float, float]:
+    """Seconds that all processors were busy since boot, and those that the host took from them."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, (PROC / "stat").read_text().split(None, 9)[1:9])
+    return (user + nice + system + irq + softirq) / _TICKS, steal / _TICKS
+
+
 class Meter:
     """Measures CPU from now on. `port`: where a server on this machine listens; None: the server is elsewhere."""
 
@@ -119,7 +125,7 @@ class Meter:
     def _look(self) -> _Look:
         server = set() if self._server is None else descendants(self._server)
         own = descendants(os.getpid()) - server
-        busy, stolen = _machine_seconds()
+        busy, stolen = machine_seconds()
         return _Look(time.perf_counter(), _seconds(own), _seconds(server), busy, stolen)
 
 
@@ -145,12 +151,6 @@ def _seconds(pids: Iterable[int]) -> dict[int, float]:
         if (fields := _stat(pid)) is not None:
             found[pid] = (int(fields[11]) + int(fields[12])) / _TICKS
     return found
-
-
-def _machine_seconds() -> tuple[float, float]:
-    """Seconds that all processors were busy since boot, and those that the host took from them."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, (PROC / "stat").read_text().split(None, 9)[1:9])
-    return (user + nice + system + irq + softirq) / _TICKS, steal / _TICKS
 
 
 def _processes() -> list[int]:

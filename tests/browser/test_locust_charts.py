@@ -11,8 +11,9 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from browser.seen import Seen, assert_quiet
-from unit.locust_runs import eventually, free_port, locust
+from unit.locust_runs import free_port, locust
 from unit.scripted_triton import ScriptedCall, ScriptedTriton, answer, failure
+from waiting import eventually
 
 PATIENCE = 60_000  # milliseconds: a line needs two points, each of three seconds
 WORDS = ("one", "two", "three", "four")

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from tokenstream_loadtest.tally import Group
-from unit.locust_runs import children, driver_of, eventually, free_port, is_driver, locust, output, result, run, workers
+from unit.locust_runs import children, driver_of, free_port, is_driver, locust, output, result, run, workers
 from unit.scripted_triton import Script, ScriptedCall, ScriptedTriton, answer, failure, token
+from waiting import eventually
 
 WORDS = ("one", "two", "three", "four")
 Serve = Callable[..., ScriptedTriton]

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from server.serving import eventually
 from tokenstream import Client
 from tokenstream.server import TritonServer
 from tokenstream_loadtest.bench import Plan
@@ -15,6 +14,7 @@ from tokenstream_loadtest.measure import measure
 from tokenstream_loadtest.requests import Request
 from tokenstream_loadtest.results import Measurement, Stage
 from tokenstream_loadtest.watch import PERIOD
+from waiting import eventually
 
 LARGEST_SHARE = 0.15  # of the server's CPU
 

@@ -18,10 +18,10 @@ from typing import Any, cast
 import pytest
 
 from server.raw import Call, Wire, infer
-from server.serving import eventually
 from tokenstream import Client, ServerInfo
 from tokenstream.runfolder import RUN_ID
 from tokenstream.server import ServerFailed, TritonServer, find_repository
+from waiting import eventually
 
 SEATS, QUEUE = 2, 2  # of a small server
 LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0.0}
@@ -148,6 +148,21 @@ def small_server(folder: Path, changes: Mapping[str, str]) -> Iterator[Small]:
     repository = copied(folder / "repository", {**parameters(max_step_tokens=64), **changes})
     with running(repository) as server, closing(Wire(server.grpc_url)) as wire, Client(server.grpc_url) as client:
         yield Small(server, wire, client)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
+    """A small server whose model keeps the queue."""
+    changes = parameters(max_sequences=SEATS, max_queue_size=QUEUE)
+    with small_server(tmp_path_factory.mktemp("small"), changes) as small:
+        yield small
+
+
+@pytest.fixture
+def small(started: Small) -> Iterator[Small]:
+    """The small server, idle before and behind each test."""
+    yield started
+    eventually(lambda: started.occupancy() == (0, 0))
 
 
 def eos_token_ids(info: ServerInfo) -> list[int]:

@@ -15,14 +15,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 import tokenstream
 from tokenstream.heartbeat import Heartbeat, read_heartbeats
+from waiting import eventually
 
 WAIT = 60.0
 COMMAND = [sys.executable, "-c", "from tokenstream.cli import main; main()"]
@@ -46,14 +45,6 @@ threading.Thread(target=beat, daemon=True).start()
 """,
     " " * 8,
 ).strip()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = WAIT) -> None:
-    """Wait for what no event tells."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 class Serving:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from server.conftest import LONG
-from server.serving import eventually
 from tokenstream import TLS, AsyncClient, Client, ConnectionFailed, FirstTokenTimeout, ServerInfo, Timeout
 from tokenstream.server import TritonServer, find_repository
 from unit.certificates import Authority
+from waiting import eventually
 
 CROWD, SEATS = 50, 32
 Talk = Callable[[AsyncClient], Awaitable[Any]]

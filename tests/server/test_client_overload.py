@@ -11,26 +11,13 @@ from datetime import datetime
 
 import pytest
 
-from server.conftest import QUEUE, SEATS, Small, ends, parameters, small_server
+from server.conftest import QUEUE, Small, ends
 from server.raw import infer
-from server.serving import eventually
 from tokenstream import Client, Overloaded, Timeout
 from tokenstream.course import pause_before
+from waiting import eventually
 
 LEAST, MOST = 0.1, 30.0  # seconds that a server asks for
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
-    changes = parameters(max_sequences=SEATS, max_queue_size=QUEUE)
-    with small_server(tmp_path_factory.mktemp("small"), changes) as small:
-        yield small
-
-
-@pytest.fixture
-def small(started: Small) -> Iterator[Small]:
-    yield started
-    eventually(lambda: started.occupancy() == (0, 0))
 
 
 @contextmanager

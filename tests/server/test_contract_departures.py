@@ -21,8 +21,8 @@ import pytest
 
 from server.conftest import Small, ends, parameters, prompt, run_id, small_server
 from server.raw import Wire, infer, tokens
-from server.serving import eventually
 from server.supervised import regions
+from waiting import eventually
 
 SEATS = 4
 CLIENTS = 2 * SEATS

@@ -18,7 +18,7 @@ import pytest
 
 from server.conftest import LONG, Small, parameters, small_server
 from server.raw import Call, infer, tokens
-from server.serving import eventually
+from waiting import eventually
 
 POLICY = "preferred_batch_size: [ 1 ] default_queue_policy { max_queue_size: 8 } "
 SEATS = 2

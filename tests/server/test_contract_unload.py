@@ -16,9 +16,9 @@ from tritonclient.grpc import service_pb2_grpc
 
 from server.conftest import copied, running
 from server.raw import WAIT, Wire, infer, tokens
-from server.serving import eventually
 from tokenstream import Client
 from tokenstream.server import TritonServer
+from waiting import eventually
 
 
 class Control:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from server.raw import Call, Response, Wire, infer
-from server.serving import WAIT, Serving, eventually, run
+from server.serving import WAIT, Serving, run
 from server.supervised import regions
 from tokenstream.runfolder import processes
 from tokenstream.server import TritonServer, find_repository
+from waiting import eventually
 
 DRAIN_SECONDS = 3
 SHORT, LONG = (8, 16, 24, 32) * 2, (4000,) * 8  # tokens of 16 streams

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from server.raw import Wire, infer
-from server.serving import BEATING, Serving, eventually, ready, run
+from server.serving import BEATING, Serving, ready, run
 from server.supervised import add_model, regions
 from tokenstream.heartbeat import lives, read_heartbeats
 from tokenstream.runfolder import processes
 from tokenstream.server import TritonServer
+from waiting import eventually
 
 NOTICE_SECONDS = 8.0  # the five that are promised, and what this machine needs beside the tests
 

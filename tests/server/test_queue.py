@@ -17,26 +17,11 @@ from server.conftest import (
     assert_expires_in_the_queue,
     assert_refused_at_once,
     ends,
-    parameters,
     prompt,
-    small_server,
 )
 from server.raw import WAIT, Web, infer, tokens
-from server.serving import eventually
 from tokenstream import Overloaded, Timeout, TotalTimeout
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
-    changes = parameters(max_sequences=SEATS, max_queue_size=QUEUE)
-    with small_server(tmp_path_factory.mktemp("small"), changes) as small:
-        yield small
-
-
-@pytest.fixture
-def small(started: Small) -> Iterator[Small]:
-    yield started
-    eventually(lambda: started.occupancy() == (0, 0))
+from waiting import eventually
 
 
 @contextmanager

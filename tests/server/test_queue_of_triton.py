@@ -23,8 +23,8 @@ from server.conftest import (
     small_server,
 )
 from server.raw import WAIT, Web, infer, tokens
-from server.serving import eventually
 from tokenstream import Overloaded
+from waiting import eventually
 
 POLICY = (
     f"preferred_batch_size: [ 1 ] priority_levels: 3 default_priority_level: 2 default_queue_policy {{ "

@@ -13,11 +13,11 @@ import pytest
 
 import tokenstream
 from server import supervised
-from server.serving import eventually
 from server.supervised import add_model, processes_under, regions, run_ids
 from tokenstream.heartbeat import lives
 from tokenstream.runfolder import processes
 from tokenstream.server import TritonServer, sweep
+from waiting import eventually
 
 cache = supervised.cache
 repository = supervised.repository

@@ -10,25 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tokenstream_loadtest.results import Run, read_run
+from waiting import eventually
 
 LOADTEST = Path(__file__).parents[2] / "loadtest"
 LOCUSTFILE = LOADTEST / "locustfile.py"
 WAIT = 90.0  # seconds; no run comes near it unless it hangs
 _QUICK = ("--max-tokens", "8", "--metrics-url", "none", "--drain", "20", "--only-summary")
-
-
-def eventually(condition: Callable[[], object], seconds: float = WAIT) -> None:
-    """Wait for what no event tells."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def workers(count: int) -> tuple[str, ...]:

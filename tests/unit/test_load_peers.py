@@ -1,5 +1,6 @@
 """The comparison with other servers: rounds that go on, fair pairs, and pages that say it all."""
 
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tokenstream_loadtest.figures import TOKENS_PER_SECOND, latency
+from tokenstream_loadtest.host import machine_seconds
 from tokenstream_loadtest.peers import page, rounds
 from tokenstream_loadtest.peers.contestants import (
     CONTESTANTS,
@@ -20,7 +22,7 @@ from tokenstream_loadtest.peers.environments import Unavailable
 from tokenstream_loadtest.peers.limits import Limits, measured_limits
 from tokenstream_loadtest.peers.models import Models
 from tokenstream_loadtest.peers.plot import draw
-from tokenstream_loadtest.peers.quiet import busy_seconds, wait_quiet
+from tokenstream_loadtest.peers.quiet import wait_quiet
 from tokenstream_loadtest.peers.rounds import Settings, Workload, open_folder, run_rounds
 from tokenstream_loadtest.peers.standings import ratio, standings
 from tokenstream_loadtest.records import Record
@@ -101,9 +103,13 @@ def plans(monkeypatch):
 # Quiet
 
 
-def test_busy_time_counts_everything_but_waiting():
-    text = "cpu  100 10 20 5000 700 3 4 5 90 9\ncpu0 1 2 3"
-    assert busy_seconds(text) * 100 == pytest.approx(100 + 10 + 20 + 3 + 4 + 5)
+def test_busy_time_counts_everything_but_waiting(monkeypatch, tmp_path):
+    (tmp_path / "stat").write_text("cpu  100 10 20 5000 700 3 4 5 90 9\ncpu0 1 2 3")
+    monkeypatch.setattr("tokenstream_loadtest.host.PROC", tmp_path)
+    busy, stolen = machine_seconds()
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert busy * ticks == pytest.approx(100 + 10 + 20 + 3 + 4)
+    assert stolen * ticks == pytest.approx(5)
 
 
 def test_a_machine_that_stays_busy_is_waited_for_only_so_long(monkeypatch):

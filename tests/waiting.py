@@ -1,0 +1,16 @@
+"""Waiting, with a bound, for what no event tells: files, processes, what another program has come to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+WAIT = 60.0  # seconds; nothing comes near it unless it hangs
+
+
+def eventually(condition: Callable[[], object], seconds: float = WAIT) -> None:
+    """Return once `condition` holds; AssertionError if it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
