@@ -1,4 +1,4 @@
-"""One answer as it grows: feed it responses, and it gives chunks and knows when and how the answer ended.
+"""One answer as it grows: feed it replies, and it gives chunks and knows when and how the answer ended.
 
 The state that a blocking and an asynchronous stream share; it checks that no token is missing or repeated.
 It does no I/O and reads no clock: arrival times are handed in.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 
-from tritonclient.grpc import service_pb2 as pb
-
 from .errors import IncompleteStream, InternalError, ResumeMismatch, TokenstreamError
-from .protocol import parse
+from .replies import Reply
 from .results import Chunk, Completion, Stats, Timings, TokenLogprob, Usage
 
 
@@ -38,32 +36,16 @@ class Answer:
         self._arrivals: list[float] = []
         self._first_tokens = 0
         self._input_tokens = 0
-        self._output_tokens = 0
 
-    def feed(self, response: pb.ModelStreamInferResponse, at: float) -> Chunk | None:
+    def feed(self, reply: Reply, at: float) -> Chunk | None:
         """Take in one response; None for a final mark without data.
 
         Raises the ServerError it carries, InternalError if tokens are missing or repeated, ResumeMismatch if it goes on
         with an answer of another fingerprint, IncompleteStream if it is final and no reason was given.
         """
-        reply = parse(response)
-        chunk = None
-        if reply.data:
-            expected = len(self.token_ids)
-            index = expected if reply.index is None else reply.index
-            if self.finish_reason is not None:
-                raise InternalError("the server sent more after the answer had ended")
-            if index != expected:
-                raise InternalError(f"the server sent token {index} where token {expected} was due")
-            self._compare(reply.fingerprint)
-            chunk = Chunk(reply.text, reply.token_ids, index, reply.logprobs, reply.finish_reason)
-            self._append(chunk, at)
-            self.seed = self.seed if reply.seed is None else reply.seed
-            self.fingerprint = self.fingerprint or reply.fingerprint or ""
-            self.timings = reply.timings or self.timings
-            self._input_tokens = reply.num_input_tokens or self._input_tokens
-            count = reply.num_output_tokens
-            self._output_tokens += len(reply.token_ids) if count is None else count
+        if reply.error is not None:
+            raise reply.error
+        chunk = self._append(reply, at) if reply.data else None
         if reply.final:
             self.end()
         return chunk
@@ -88,7 +70,7 @@ class Answer:
     @property
     def usage(self) -> Usage:
         """Tokens so far; the prompt's are known from the first response on."""
-        return Usage(self._input_tokens, self._output_tokens)
+        return Usage(self._input_tokens, len(self.token_ids))
 
     @property
     def stats(self) -> Stats:
@@ -119,16 +101,29 @@ class Answer:
             resumes=self.resumes,
         )
 
-    def _compare(self, fingerprint: str | None) -> None:
-        if self._any_fingerprint or not (self.fingerprint and fingerprint) or fingerprint == self.fingerprint:
-            return
-        raise ResumeMismatch(f"begun with fingerprint {self.fingerprint}, this server's is {fingerprint}")
-
-    def _append(self, chunk: Chunk, at: float) -> None:
-        self._texts.append(chunk.text)
-        self.token_ids.extend(chunk.token_ids)
-        self.logprobs.extend(chunk.logprobs)
-        self.finish_reason = chunk.finish_reason or self.finish_reason
-        if chunk.token_ids:
-            self._first_tokens = self._first_tokens if self._arrivals else len(chunk.token_ids)
+    def _append(self, reply: Reply, at: float) -> Chunk:
+        expected = len(self.token_ids)
+        index = expected if reply.index is None else reply.index
+        if self.finish_reason is not None:
+            raise InternalError("the server sent more after the answer had ended")
+        if index != expected:
+            raise InternalError(f"the server sent token {index} where token {expected} was due")
+        if reply.fingerprint is not None:
+            self._compare(reply.fingerprint)
+        self._texts.append(reply.text)
+        self.token_ids.extend(reply.token_ids)
+        if reply.logprobs:
+            self.logprobs.extend(reply.logprobs)
+        if reply.token_ids:
+            self._first_tokens = self._first_tokens if self._arrivals else len(reply.token_ids)
             self._arrivals.append(at)
+        self.finish_reason = reply.finish_reason
+        self.seed = self.seed if reply.seed is None else reply.seed
+        self.timings = reply.timings or self.timings
+        self._input_tokens = reply.num_input_tokens or self._input_tokens
+        return Chunk(reply.text, reply.token_ids, index, reply.logprobs, reply.finish_reason)
+
+    def _compare(self, fingerprint: str) -> None:
+        self.fingerprint = self.fingerprint or fingerprint
+        if fingerprint and fingerprint != self.fingerprint and not self._any_fingerprint:
+            raise ResumeMismatch(f"begun with fingerprint {self.fingerprint}, this server's is {fingerprint}")

@@ -18,6 +18,7 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from .replies import ReplyReader
 from .transport import STREAM_METHOD, Arrival, Bell, Failed, Late, Metadata, Status, status_of
 
 _CANCELLED = Status("CANCELLED", "the call was cancelled")
@@ -108,9 +109,6 @@ class AsyncConnection:
         else:
             self._channel = grpc.aio.secure_channel(url, credentials, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._stream = self._channel.unary_stream(
-            STREAM_METHOD, pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
-        )
 
     async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata, bell: Bell) -> Any:
         """The answer to one small request."""
@@ -128,10 +126,14 @@ class AsyncConnection:
         """Send a request."""
         self._check_loop()
         try:
-            rpc = self._stream(request, timeout=deadline, metadata=metadata)
+            rpc = self._stream()(request, timeout=deadline, metadata=metadata)
         except grpc.aio.UsageError as error:
             raise _failed(error) from None
         return AsyncCall(rpc, self._loop, self._ending)
+
+    def _stream(self) -> Any:
+        """The RPC with a reader of its own; gRPC ends it with INTERNAL if that finds no response."""
+        return self._channel.unary_stream(STREAM_METHOD, pb.ModelInferRequest.SerializeToString, ReplyReader().read)
 
     async def close(self) -> None:
         """Cancel what is running and hang up."""

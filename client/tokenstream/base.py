@@ -23,6 +23,7 @@ from .connections import Connections
 from .course import Endpoints
 from .params import DEFAULT_URL, Options, Resume, draw_seed, sampling_json
 from .pursuit import Pursuit, Travel
+from .replies import Reply
 from .results import ModelStatus
 from .security import TLS, Headers, Passport, joined, trace_headers
 from .timeouts import Timeout, check_number, read_timeout
@@ -128,7 +129,7 @@ class BaseClient(ABC):
 
     async def _operate(
         self, operation: str, *, text: str | None = None, input_ids: Sequence[int] | None = None
-    ) -> protocol.Reply:
+    ) -> Reply:
         if text is not None or operation == "tokenize":
             _checked("text", text, str)
         if input_ids is not None or operation == "detokenize":

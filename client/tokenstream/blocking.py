@@ -16,6 +16,7 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from .replies import ReplyReader
 from .transport import STREAM_METHOD, Arrival, Bell, Failed, Late, Metadata, Status, status_of
 
 _LOOK_SECONDS = 1.0
@@ -35,16 +36,18 @@ class BlockingCall:
 
     async def receive(self, limit: float | None) -> Arrival:
         """The next arrival; Late after `limit` seconds, which cancels the RPC."""
-        if limit is None:
-            return self._next()
-        self._watchman.enter(self, time.monotonic() + limit)
+        if limit is not None:
+            self._watchman.enter(self, time.monotonic() + limit)
+        reply, failure = None, None
         try:
-            arrival = self._next()
+            reply = next(self._rpc, None)
+        except grpc.RpcError as error:
+            failure = status_of(error)
         finally:
             self._watchman.leave(self)
         if self._late:
             raise Late
-        return arrival
+        return Arrival(time.monotonic(), reply, failure)
 
     def overdue(self) -> None:
         """End the wait with Late."""
@@ -59,13 +62,6 @@ class BlockingCall:
     def cancel(self) -> None:
         """Cancel on the server."""
         self._rpc.cancel()
-
-    def _next(self) -> Arrival:
-        try:
-            response = next(self._rpc, None)
-        except grpc.RpcError as error:
-            return Arrival(time.monotonic(), failure=status_of(error))
-        return Arrival(time.monotonic(), response)
 
 
 class Watchman:
@@ -132,9 +128,6 @@ class BlockingConnection:
         else:
             self._channel = grpc.secure_channel(url, credentials, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._stream = self._channel.unary_stream(
-            STREAM_METHOD, pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
-        )
         self._watchman = Watchman()
         self._ending: set[Any] = set()
 
@@ -155,10 +148,14 @@ class BlockingConnection:
         """Send a request."""
         try:
             return BlockingCall(
-                self._stream(request, timeout=deadline, metadata=metadata), self._watchman, self._ending
+                self._stream()(request, timeout=deadline, metadata=metadata), self._watchman, self._ending
             )
         except ValueError:
             raise Failed(_CLOSED) from None
+
+    def _stream(self) -> Any:
+        """The RPC with a reader of its own; gRPC ends it with INTERNAL if that finds no response."""
+        return self._channel.unary_stream(STREAM_METHOD, pb.ModelInferRequest.SerializeToString, ReplyReader().read)
 
     async def close(self) -> None:
         """Cancel what is running and hang up."""

@@ -26,7 +26,7 @@ from .errors import (
     from_status,
     why_not_connected,
 )
-from .protocol import Reply, parse
+from .replies import Reply
 from .security import Passport
 from .timeouts import Timeout, in_words
 from .transport import Bell, Connection, Failed, Status, keep_for_good, settle
@@ -50,12 +50,12 @@ class Connections:
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
         self._greeted: set[str] = set()
-        self._process: int | None = None  # who made the connections
+        self._forks: int | None = None  # how many there had been when the connections were made
 
     @property
     def inherited(self) -> bool:
         """Whether the connections are those of a parent process: whatever is done to them here is done to its own."""
-        return self._process is not None and self._process != os.getpid()
+        return self._forks is not None and self._forks != _Lineage.forks
 
     def check_process(self) -> None:
         """RuntimeError in a child of the process that made the connections."""
@@ -81,9 +81,9 @@ class Connections:
         with self._lock:
             self.check_open()
             if url not in self._connections:
-                if self._process is None:
-                    self._process = os.getpid()
-                    weakref.finalize(self, _spare_the_parent, self._connections, self._process)
+                if self._forks is None:
+                    self._forks = _Lineage.forks
+                    weakref.finalize(self, _spare_the_parent, self._connections, self._forks)
                 self._connections[url] = self._make(url)
             connection, greeted = self._connections[url], url in self._greeted
         if not greeted:
@@ -126,10 +126,11 @@ class Connections:
             call = await connection.open(request, deadline=limit, metadata=self.passport.stamp({}))
             answer = None
             try:
-                while (arrival := await call.receive(None)).response is not None:
-                    if arrival.response.error_message:
-                        await settle(call)
-                    reply = parse(arrival.response)
+                while (reply := (arrival := await call.receive(None)).reply) is not None:
+                    if reply.error is not None:
+                        if reply.final:
+                            await settle(call)
+                        raise reply.error
                     answer = reply if reply.data else answer
             finally:
                 call.cancel()
@@ -207,8 +208,21 @@ def meaning(status: Status, url: str) -> TokenstreamError:
     return from_status(status.name, status.details, url, status.retry_after)
 
 
-def _spare_the_parent(connections: dict[str, Connection], process: int) -> None:
-    if process != os.getpid():
+class _Lineage:
+    """How many forks lie between this process and the one that loaded this module: cheaper to ask for than its id."""
+
+    forks = 0
+
+    @classmethod
+    def forked(cls) -> None:
+        cls.forks += 1
+
+
+os.register_at_fork(after_in_child=_Lineage.forked)
+
+
+def _spare_the_parent(connections: dict[str, Connection], forks: int) -> None:
+    if forks != _Lineage.forks:
         keep_for_good(connections)
 
 

@@ -1,4 +1,4 @@
-"""The wire: caller's values to a ModelInferRequest, a response to a `Reply` or an exception.
+"""The wire, outwards: caller's values to a ModelInferRequest. What comes back is read by `replies`.
 
 Pure functions over Triton's protobuf messages, so that a blocking and an asynchronous client share every rule.
 It knows tensors, names and encodings; it does not know connections, clocks or what came before.
@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from .errors import InternalError, InvalidRequest, from_server
-from .results import ModelStatus, ServerInfo, Timings, TokenLogprob
+from .errors import InternalError, InvalidRequest
+from .results import ModelStatus, ServerInfo
 
-_INT32, _UINT64 = struct.Struct("<i"), struct.Struct("<Q")
+# What is asked for by name, so that the server does not send what follows from the rest, at every token.
+_OUTPUTS = (
+    *("text_output", "token_ids", "index", "finish_reason", "num_input_tokens"),
+    *("fingerprint", "seed", "logprobs", "timings"),
+)
 Message = Mapping[str, Any]  # a chat message as the model's template wants it: role, content, ...
 
 
@@ -33,27 +37,6 @@ class Prompt:
         """Refuse none and several."""
         if sum(value is not None for value in (self.text, self.messages, self.input_ids)) != 1:
             raise TypeError("give exactly one of prompt, messages and input_ids")
-
-
-@dataclass(slots=True)
-class Reply:
-    """One response taken apart. `final`: nothing follows. `data`: it holds output and not the final mark alone.
-
-    None means that the server left the tensor out. Not frozen, which would double what it costs, at every token.
-    """
-
-    final: bool
-    data: bool
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    index: int | None = None
-    finish_reason: str | None = None
-    fingerprint: str | None = None
-    seed: int | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    num_input_tokens: int | None = None
-    num_output_tokens: int | None = None
-    timings: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +82,8 @@ def generate_request(
     if prompt.input_ids is not None:
         _add_ids(request, "input_ids", prompt.input_ids)
     _add_string(request, "sampling_parameters", question.sampling)
+    for name in _OUTPUTS:
+        request.outputs.add(name=name)
     if begun is not None:
         _add_ids(request, "resume_token_ids", begun.token_ids)
         if begun.fingerprint is not None:
@@ -124,21 +109,6 @@ def operation_request(
     if input_ids is not None:
         _add_ids(request, "input_ids", input_ids)
     return request
-
-
-def parse(response: pb.ModelStreamInferResponse) -> Reply:
-    """Take one response apart; raises the ServerError it carries, InternalError if it is malformed."""
-    if response.error_message:
-        raise from_server(response.error_message)
-    body = response.infer_response
-    parameters = body.parameters
-    try:
-        return _reply(
-            dict(zip([output.name for output in body.outputs], body.raw_output_contents, strict=True)),
-            final="triton_final_response" in parameters and parameters["triton_final_response"].bool_param,
-        )
-    except (ValueError, TypeError, KeyError, struct.error) as error:
-        raise InternalError(f"the server sent a malformed response: {error}", request_id=body.id) from error
 
 
 def server_info(text: str) -> ServerInfo:
@@ -179,55 +149,3 @@ def _add_ids(request: pb.ModelInferRequest, name: str, ids: Sequence[int]) -> No
         raise InvalidRequest(f"{name} must hold integers from 0 to {2**31 - 1}") from None
     request.inputs.add(name=name, datatype="INT32", shape=[1, len(ids)])
     request.raw_input_contents.append(data)
-
-
-def _reply(tensors: dict[str, bytes], *, final: bool) -> Reply:
-    """From raw tensors by name; names that this client does not know are passed over."""
-
-    def text(name: str) -> str | None:
-        return _string(tensors[name]) if name in tensors else None
-
-    def number(name: str) -> int | None:
-        return _INT32.unpack(tensors[name])[0] if name in tensors else None
-
-    ids, seed = tensors.get("token_ids", b""), tensors.get("seed")
-    logprobs, timings = text("logprobs"), text("timings")
-    return Reply(
-        final,
-        bool(tensors),
-        text("text_output") or "",
-        _INT32.unpack(ids) if len(ids) == _INT32.size else struct.unpack(f"<{len(ids) // 4}i", ids),
-        number("index"),
-        text("finish_reason") or None,
-        text("fingerprint"),
-        _UINT64.unpack(seed)[0] if seed is not None else None,
-        _logprobs(logprobs) if logprobs else (),
-        number("num_input_tokens"),
-        number("num_output_tokens"),
-        _timings(timings) if timings else None,
-    )
-
-
-def _string(raw: bytes) -> str:
-    """The string of a BYTES tensor, which holds one."""
-    if len(raw) != 4 + int.from_bytes(raw[:4], "little"):
-        raise ValueError("a string is not as long as its tensor")
-    return raw[4:].decode()
-
-
-def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
-    return tuple(
-        TokenLogprob(
-            token_id=entry["token_id"],
-            logprob=entry["logprob"],
-            rank=entry.get("rank", 0),
-            top=tuple((token, logprob) for token, logprob in entry.get("top", ())),
-        )
-        for entry in json.loads(text)
-    )
-
-
-def _timings(text: str) -> Timings:
-    # A newer server may send more than this client knows.
-    known = {field.name for field in fields(Timings)}
-    return Timings(**{name: value for name, value in json.loads(text).items() if name in known})

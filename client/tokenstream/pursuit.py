@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from .answer import Answer
 from .connections import Connections, meaning
@@ -31,12 +29,12 @@ from .errors import (
 )
 from .params import Resume
 from .protocol import Begun, Question, generate_request
+from .replies import Reply
 from .results import Chunk
 from .security import Headers
 from .timeouts import Timeout, in_words
-from .transport import Arrival, Bell, Call, Failed, Late, keep_for_good, settle
+from .transport import Bell, Call, Failed, Late, Status, keep_for_good, settle
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -94,7 +92,11 @@ class Pursuit:
         self._connections.check_open()
         total = self._travel.clocks.total
         self._deadline = None if total is None else time.monotonic() + total
-        await self._ending(self._open())
+        try:
+            await self._open()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     async def next_chunk(self) -> Chunk | None:
         """The next chunk as soon as it arrives; None behind the last one.
@@ -110,10 +112,13 @@ class Pursuit:
             self._connections.check_process()
             if self._course is None:
                 await self.begin()
-            while not self.answer.final:
-                chunk = await self._ending(self._advance())
-                if chunk is not None:
-                    return chunk
+            try:
+                while not self.answer.final:
+                    if (chunk := await self._advance()) is not None:
+                        return chunk
+            except BaseException as error:
+                self._fail(error)
+                raise
             await self._settle()
             return None
         finally:
@@ -141,19 +146,13 @@ class Pursuit:
             self._settled = True
             await settle(self._call)
 
-    async def _ending(self, step: Awaitable[T]) -> T:
-        """Take a step. Whatever it raises ends the pursuit and its call, even if it is a task's cancellation."""
-        try:
-            return await step
-        except TokenstreamError as error:
+    def _fail(self, error: BaseException) -> None:
+        """End the pursuit and its call, whatever was raised, even if it is a task's cancellation."""
+        if isinstance(error, TokenstreamError):
             self._failure = self.answer.complete(error)
-            raise
-        except BaseException:
+        else:
             self._cancelled = True
-            raise
-        finally:
-            if self._failure is not None or self._cancelled:
-                self._drop_call()
+        self._drop_call()
 
     async def _advance(self) -> Chunk | None:
         """Take in one response, or do what can be done about its failure to come."""
@@ -162,7 +161,14 @@ class Pursuit:
             await self._open()
             return None
         try:
-            return await self._take(await self._call.receive(self._limit()))
+            arrival = await self._call.receive(self._limit())
+            reply = arrival.reply
+            if reply is None:
+                self._take_end(arrival.failure)
+                return None
+            if reply.final and reply.error is not None:
+                await self._settle()
+            return self._take(reply, arrival.at)
         except Late:
             await self._recover(self._late())
         except TokenstreamError as error:
@@ -200,31 +206,28 @@ class Pursuit:
             request, deadline=left, metadata=self._connections.passport.stamp(self._travel.headers)
         )
 
-    async def _take(self, arrival: Arrival) -> Chunk | None:
-        course = self._running()
-        if arrival.response is None:
-            self._check()
-            if arrival.failure is not None and self.answer.finish_reason is None:
-                error = meaning(arrival.failure, course.endpoint)
-                if isinstance(error, TotalTimeout):
-                    error = self._total_is_over()
-                if self._flowing and isinstance(error, ConnectionFailed | ConnectTimeout):
-                    error = IncompleteStream(f"the stream was cut: {error.message}")
-                raise error
-            self._settled = True
-            self.answer.end()
-            return None
-        if arrival.response.error_message:
-            await self._settle()
-        chunk = self.answer.feed(arrival.response, arrival.at)
+    def _take(self, reply: Reply, at: float) -> Chunk | None:
+        chunk = self.answer.feed(reply, at)
         if chunk is not None and not self._flowing:
             self._flowing = True
-            self._connections.endpoints.praise(course.endpoint)
+            self._connections.endpoints.praise(self._running().endpoint)
             self.answer.resumes += self._broken is not None
             self._broken = None
         if self.answer.final and self._call is not None:
             self._call.release()
         return chunk
+
+    def _take_end(self, failure: Status | None) -> None:
+        self._check()
+        if failure is not None and self.answer.finish_reason is None:
+            error = meaning(failure, self._running().endpoint)
+            if isinstance(error, TotalTimeout):
+                error = self._total_is_over()
+            if self._flowing and isinstance(error, ConnectionFailed | ConnectTimeout):
+                error = IncompleteStream(f"the stream was cut: {error.message}")
+            raise error
+        self._settled = True
+        self.answer.end()
 
     async def _recover(self, error: TokenstreamError) -> None:
         """Arrange for another call behind `error`; raise if there shall be none."""

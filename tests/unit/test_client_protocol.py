@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import struct
 
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from tokenstream.errors import InternalError, InvalidRequest, Overloaded
+from tokenstream.errors import InternalError, InvalidRequest
 from tokenstream.params import SAMPLING_NAMES, draw_seed, sampling_json
-from tokenstream.protocol import Begun, Prompt, Question, generate_request, operation_request, parse, server_info
-from tokenstream.results import Timings, TokenLogprob
+from tokenstream.protocol import Begun, Prompt, Question, generate_request, operation_request, server_info
 from tokenstream.timeouts import Timeout
-from unit.scripted_triton import add, add_string, failure, final_mark, inputs, token
+from unit.scripted_triton import inputs
 
 
 def request(prompt: Prompt, **options: object) -> pb.ModelInferRequest:
@@ -122,63 +120,6 @@ def test_client_and_engine_know_the_same_sampling_parameters():
     from llm_engine.request import SamplingParams
 
     assert {field.name for field in fields(SamplingParams)} == SAMPLING_NAMES
-
-
-def test_a_response_is_taken_apart():
-    timings = {"queue": 0.5, "exact": "bitwise", "news": 1}
-    logprobs = [{"token_id": 9, "logprob": -0.5, "rank": 1, "top": [[9, -0.5], [8, -1.0]]}]
-    reply = parse(
-        token(
-            3,
-            " é",
-            9,
-            final=True,
-            finish_reason="length",
-            fingerprint="abc",
-            seed=2**64 - 1,
-            num_input_tokens=11,
-            timings=json.dumps(timings),
-            logprobs=json.dumps(logprobs),
-        )
-    )
-    assert (reply.text, reply.token_ids, reply.index, reply.finish_reason) == (" é", (9,), 3, "length")
-    assert (reply.fingerprint, reply.seed, reply.num_input_tokens, reply.num_output_tokens) == ("abc", 2**64 - 1, 11, 1)
-    assert reply.timings == Timings(queue=0.5, exact="bitwise")
-    assert reply.logprobs == (TokenLogprob(9, -0.5, 1, ((9, -0.5), (8, -1.0))),)
-    assert reply.final
-    assert reply.data
-
-
-def test_an_empty_finish_reason_means_that_more_follows():
-    assert parse(token(0, "a", 1)).finish_reason is None
-
-
-def test_a_final_mark_holds_no_data():
-    reply = parse(final_mark())
-    assert reply.final
-    assert not reply.data
-
-
-def test_an_error_text_is_raised_as_its_kind():
-    with pytest.raises(Overloaded):
-        parse(failure("[request id: r6] Exceeds maximum queue size"))
-
-
-def _malformed() -> list[pb.ModelStreamInferResponse]:
-    long_string, odd, unknown, missing, not_text, not_json = (pb.ModelStreamInferResponse() for _ in range(6))
-    add(long_string, "text_output", "BYTES", struct.pack("<I", 99) + b"x")
-    add(odd, "token_ids", "INT32", b"\x01\x02\x03")
-    add(unknown, "token_ids", "FP8", b"\x01")
-    missing.infer_response.outputs.add(name="index", datatype="INT32", shape=[1, 1])
-    add(not_text, "text_output", "BYTES", struct.pack("<I", 1) + b"\xff")
-    add_string(not_json, "timings", "{")
-    return [long_string, odd, unknown, missing, not_text, not_json]
-
-
-@pytest.mark.parametrize("response", _malformed())
-def test_a_malformed_response_is_an_internal_error(response):
-    with pytest.raises(InternalError, match="malformed"):
-        parse(response)
 
 
 def test_server_info_keeps_what_it_does_not_know():

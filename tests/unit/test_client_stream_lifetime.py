@@ -26,6 +26,7 @@ from tokenstream import (
     blocking,
     transport,
 )
+from tokenstream.replies import ReplyReader
 from unit.scripted_triton import WAIT, answer, final_mark, token
 
 
@@ -262,7 +263,7 @@ def test_who_keeps_sending_behind_the_last_response_is_hung_up_on(monkeypatch):
         cancelled = False
 
         async def receive(self, limit: float | None) -> transport.Arrival:
-            return transport.Arrival(0.0, final_mark())
+            return transport.Arrival(0.0, ReplyReader().read(final_mark().SerializeToString()))
 
         def release(self) -> None:
             pass
