@@ -14,7 +14,7 @@ from .exposition import Sample
 
 OUTCOMES = ("stop", "length", "cancelled", "invalid", "rejected", "error", "expired")
 Key = tuple[str, str, str]  # model, version, instance
-_PREFIX = "llm_"
+_PREFIX, _TRITON = "llm_", "nv_inference_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,15 @@ class InstanceInterval:
 
 
 class Page:
-    """The samples of our models, by instance."""
+    """The samples of our models, by instance, and what Triton counts of them."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._values: dict[Key, dict[tuple[str, str], float]] = {}
+        self._triton: dict[tuple[str, str, str], float] = {}
         for sample in samples:
             labels = sample.labels
+            if sample.name.startswith(_TRITON) and {"model", "version"} <= labels.keys():
+                self._triton[labels["model"], labels["version"], sample.name.removeprefix(_TRITON)] = sample.value
             if sample.name.startswith(_PREFIX) and {"model", "version", "instance"} <= labels.keys():
                 key = (labels["model"], labels["version"], labels["instance"])
                 # Of the labels beside those three a family has one at most.
@@ -78,6 +81,10 @@ class Page:
     def value(self, key: Key, name: str, detail: str = "") -> float:
         """A number of an instance, by its name without `llm_`; 0 if the page has none."""
         return self._values.get(key, {}).get((name, detail), 0.0)
+
+    def triton(self, key: Key, name: str) -> float:
+        """What Triton counts of an instance's model, by its name without `nv_inference_`; 0 if the page has none."""
+        return self._triton.get((*key[:2], name), 0.0)
 
     def bounds(self, key: Key, name: str) -> list[str]:
         """The bounds of a histogram as they are written, in order."""

@@ -107,6 +107,8 @@ def summary_text(summary: Message) -> str:
     lines += [f"note: {note}" for note in summary["notes"]]
     if busiest := _busiest(summary["levels"]):
         lines.append(_overhead(busiest))
+    if farthest := _farthest(summary["levels"]):
+        lines.append(_agreement(farthest))
     lines.append("valid" if summary["valid"] else "NOT VALID: the numbers above cannot be trusted as they stand")
     lines += [f"{kind:6}  {path}" for kind, path in summary["files"].items()]
     return _printable(lines)
@@ -214,6 +216,20 @@ def _overhead(level: Message) -> str:
     if level["server_cores"]:
         parts.append(f"{level['generator_cores'] / level['server_cores']:.0%} of the server's CPU")
     return f"generator: {', '.join(parts)}"
+
+
+def _farthest(levels: Sequence[Message]) -> Message | None:
+    known = [level for level in levels if level["ttft_apart"] is not None]
+    return max(known, key=lambda level: abs(float(level["ttft_apart"])), default=None)
+
+
+def _agreement(level: Message) -> str:
+    parts = [
+        f"mean {name.upper()} {level[f'{name}_apart']:+.1%}"
+        for name in ("ttft", "itl")
+        if level[f"{name}_apart"] is not None
+    ]
+    return f"beside the server's own clocks: {', '.join(parts)} at {level['load']}"
 
 
 def _number(value: float | None) -> str:

@@ -13,8 +13,8 @@ INTERRUPTED = "interrupted"
 LAG_SHARE, LAG_SECONDS = 0.1, 0.05  # of the median TTFT; at the 99th percentile, the larger of both
 GENERATOR_CORES = 0.9  # of the one core that an event loop can use
 OTHERS_CORES, STOLEN_CORES = 0.25, 0.1
-# By which both must differ: a caller's TTFT holds the way through gRPC and Triton and the wait for this process's turn,
-# some milliseconds that the server, whose clock begins when the model takes the request, does not see.
+# By which both must differ: a caller's TTFT holds the way through gRPC and the wait for this process's turn, some
+# milliseconds that the server does not see.
 TTFT_SHARE, TTFT_SECONDS = 0.1, 0.01
 
 

@@ -85,7 +85,15 @@ def _row(level: Level) -> Message:
         "generator_cores": _median([m.cores.generator for m in level.measurements if m.cores]),
         "server_cores": _median([m.cores.server for m in level.measurements if m.cores]),
         "others_cores": _median([m.cores.others for m in level.measurements if m.cores]),
+        "ttft_apart": _median([_apart(m.all, "ttft_sent", m.server.ttft) for m in level.measurements if m.server]),
+        "itl_apart": _median([_apart(m.all, "itl", m.server.itl) for m in level.measurements if m.server]),
     }
+
+
+def _apart(told: Group, metric: str, server: float | None) -> float | None:
+    """By which share of the server's own mean the generator's is longer."""
+    mean = told.histograms[metric].mean
+    return mean / server - 1 if mean is not None and server else None
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -78,7 +78,10 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class ServerCounts:
-    """What the server's own metrics say happened in the measurement, over all instances. Times are means."""
+    """What the server's own metrics say happened in the measurement, over all instances. Times are means.
+
+    `ttft`: the model's and, before it, Triton's queue.
+    """
 
     requests: int
     input_tokens: int

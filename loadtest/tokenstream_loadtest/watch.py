@@ -124,11 +124,17 @@ class Watch:
         def mean(name: str) -> float | None:
             return _ratio(grown(f"{name}_sum"), grown(f"{name}_count"))
 
+        def counted_by_triton(name: str) -> float:
+            models = {key[:2]: key for key in keys}.values()
+            return sum(increase(before.triton(key, name), after.triton(key, name)) for key in models)
+
+        ttft = mean("time_to_first_token_seconds")
+        waited = _ratio(counted_by_triton("queue_duration_us"), counted_by_triton("exec_count"))
         return ServerCounts(
             requests=round(sum(grown("requests_total", outcome) for outcome in OUTCOMES)),
             input_tokens=round(grown("prompt_tokens_total")),
             output_tokens=round(grown("generation_tokens_total")),
-            ttft=mean("time_to_first_token_seconds"),
+            ttft=None if ttft is None else ttft + (waited or 0.0) / 1e6,
             itl=mean("inter_token_latency_seconds"),
             queue=mean("request_queue_time_seconds"),
             preemptions=round(grown("num_preemptions_total")),

@@ -28,7 +28,7 @@ class Sender:
 def answered(replies: Any, broken: dict[str, int]) -> tuple[dict[str, Sender], list[str]]:
     """Send three tokens to requests a and b in turn; return their senders and whom the engine was told to cancel."""
     cancelled: list[str] = []
-    sending = replies.Replies(1, cancelled.append)
+    sending = replies.Replies(1, cancelled.append, lambda seconds: None)
     senders = {key: Sender(broken.get(key)) for key in "ab"}
     call = {"outputs": frozenset({"token_ids"})}
     sending.streams = {key: replies.Stream(senders[key], replies.Call(key, **call)) for key in "ab"}
@@ -57,6 +57,42 @@ def test_a_response_that_cannot_be_sent_ends_its_request_alone_with_one_final(re
     assert "internal error: OSError [request=a tokens=" in last.error.text
     assert cancelled == ["a"]
     assert [flags for _, flags in senders["b"].sent] == [0, 0, 1]
+
+
+class Clocked(Sender):
+    """Notes under whose name each response went, each of which takes a second of the clock."""
+
+    def __init__(self, name: str, order: list[str], clock: list[float]) -> None:
+        super().__init__(None)
+        self.name, self.order, self.clock = name, order, clock
+
+    def send(self, response: Any, flags: int = 0) -> None:
+        self.order.append(self.name)
+        self.clock[0] += 1.0
+
+
+def test_a_first_token_goes_before_the_others_of_its_step_and_counts_from_arrival_until_it_is_sent(
+    replies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    clock, ttft = [100.0], []
+    monkeypatch.setattr(replies.time, "monotonic", lambda: clock[0])
+    sending = replies.Replies(1, str, ttft.append)
+    for key, arrived in (("old", 50.0), ("new", 90.0), ("short", 95.0)):
+        call = replies.Call(key, outputs=frozenset({"token_ids"}))
+        sending.streams[key] = replies.Stream(Clocked(key, order, clock), call, arrived_at=arrived)
+    sending.streams["old"].tokens = 5
+    timings = Timings(0.1, 0.1, 0.2, 0.3, 0, 0, "bitwise")
+    step = [
+        Delta("old", 5, (7,), "x", 1),
+        Delta("new", 0, (7,), "x", 1, fingerprint="f", seed=1),
+        Delta("short", 0, (7,), "x", 1, fingerprint="f", seed=1, finish_reason=FinishReason.LENGTH, timings=timings),
+    ]
+    sending.put(step)
+    sending.start()
+    sending.stop()
+    assert order == ["new", "short", "old"]
+    assert ttft == [11.0, 6.0]
 
 
 @pytest.mark.parametrize("trouble", [None, "stalled", "device_lost", "draining"])

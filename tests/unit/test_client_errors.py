@@ -112,7 +112,7 @@ def test_what_the_model_writes_behind_an_error_is_what_is_read(replies: Any, ret
     sent: list[Any] = []
     sender = SimpleNamespace(send=lambda response, flags: sent.append((response.error.text, flags)))
     replies.pb_utils.TritonError.UNAVAILABLE = 2
-    sending = replies.Replies(1, str)
+    sending = replies.Replies(1, str, abs)
     refusal = RequestError("the queue [it is full]", Code.UNAVAILABLE, retry_after)
     sending.put(replies.Reply(replies.Stream(sender, replies.Call("r-1")), [], refusal))
     sending.start()

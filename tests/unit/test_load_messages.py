@@ -19,7 +19,18 @@ from tokenstream_loadtest.measure import measure
 from tokenstream_loadtest.messages import progress, summarise, trial
 from tokenstream_loadtest.records import Record
 from tokenstream_loadtest.requests import Request
-from tokenstream_loadtest.results import Cores, Found, Machine, Measurement, Run, Stage, Stall, dump_run, read_run
+from tokenstream_loadtest.results import (
+    Cores,
+    Found,
+    Machine,
+    Measurement,
+    Run,
+    ServerCounts,
+    Stage,
+    Stall,
+    dump_run,
+    read_run,
+)
 from tokenstream_loadtest.shapes import Search
 from tokenstream_loadtest.slo import Objective, good
 from tokenstream_loadtest.tally import Tally
@@ -57,7 +68,8 @@ def measured(stage: Stage, repeat: int, ttft: float, *flaws: str) -> Measurement
         tally.add(record, began=0.0, good=good(record, [OBJECTIVE]))
     tally.add(Record("last", "x", 0.0, 0.0, 1.0, "overloaded", error="full"), began=0.0, good=False)
     cores = Cores(0.1, 1.5, 0.0, 0.0)
-    return Measurement(stage, repeat, 0.0, 10.0, tally, cores=cores, flaws=flaws, notes=("a note",))
+    server = ServerCounts(11, 0, 20, ttft=ttft / 1.25, itl=0.01, queue=None, preemptions=0, prefix_hits=None)
+    return Measurement(stage, repeat, 0.0, 10.0, tally, cores=cores, server=server, flaws=flaws, notes=("a note",))
 
 
 class Bench:
@@ -197,6 +209,7 @@ def test_a_summary_has_one_value_for_each_name_and_judges_all_repeats_together(c
     assert one["itl_p99"] == pytest.approx(0.01, rel=1e-2)
     assert (one["generator_cores"], one["server_cores"]) == (0.1, 1.5)
     assert one["overhead_per_token"] == pytest.approx(0.1 * 10 / 20)
+    assert (one["ttft_apart"], one["itl_apart"]) == pytest.approx((0.25, 0.0))
     first, second = summary["objectives"]
     assert (first["name"], first["load"], first["limit"], first["met"]) == ("ttft_p50", "1 at once", 0.5, True)
     assert (second["load"], second["met"]) == ("2 at once", True)

@@ -73,6 +73,9 @@ def page(**values: float) -> str:
             family, _, outcome = name.partition("__")
             more = f',outcome="{outcome}"' if outcome else ""
             lines.append(f"llm_{family}{{{labels}{more}}} {value}")
+        requests = values.get("requests_total__stop", 0)
+        lines.append(f'nv_inference_exec_count{{model="{model}",version="1"}} {requests}')
+        lines.append(f'nv_inference_queue_duration_us{{model="{model}",version="1"}} {requests * 3000}')
     return "\n".join(lines)
 
 
@@ -107,7 +110,7 @@ def test_counts_are_what_all_instances_of_the_model_did_meanwhile(pages):
         requests=6,
         input_tokens=40,
         output_tokens=80,
-        ttft=0.25,
+        ttft=0.25 + 0.003,  # the model's, and Triton's queue
         itl=None,
         queue=None,
         preemptions=6,

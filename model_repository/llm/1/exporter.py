@@ -59,7 +59,9 @@ COUNTERS = (
     _Number("generation_tokens_total", "Tokens generated", lambda m: m.generation_tokens),
 )
 HISTOGRAMS = (
-    _Distribution("time_to_first_token_seconds", "Arrival to first token", lambda m: m.time_to_first_token_seconds),
+    _Distribution(
+        "time_to_first_token_seconds", "Arrival to first token sent", lambda m: m.time_to_first_token_seconds
+    ),
     _Distribution("inter_token_latency_seconds", "From token to token", lambda m: m.inter_token_latency_seconds),
     _Distribution("e2e_request_latency_seconds", "Arrival to last token", lambda m: m.e2e_request_latency_seconds),
     _Distribution("request_queue_time_seconds", "Arrival to first seat", lambda m: m.queue_seconds),

@@ -58,7 +58,12 @@ class TritonPythonModel:
         self._keeps_queue = model_keeps_queue(config)
         self._yields = _instances(config) > 1
         self._ids = itertools.count()
-        self._replies = Replies(settings.max_tokens_per_response, engine.cancel, log_prompts=settings.log_prompts)
+        self._replies = Replies(
+            settings.max_tokens_per_response,
+            engine.cancel,
+            engine.metrics.time_to_first_token_seconds.observe,
+            log_prompts=settings.log_prompts,
+        )
         instance = args["model_instance_name"]
         labels = {"model": args["model_name"], "version": args["model_version"], "instance": instance}
         exporter = None
@@ -149,6 +154,7 @@ class TritonPythonModel:
             resume_fingerprint=call.resume_fingerprint,
             priority=call.priority,
             cache_salt=call.cache_salt,
+            arrived_at=stream.arrived_at,
             queue_seconds=min(longest, call.timeout_seconds),
         )
         self._replies.streams[request.id] = stream

@@ -61,13 +61,22 @@ class Reply:
 class Replies:
     """The sender. `merge` tokens at most go into one response; `cancel` is told a key whose stream cannot go on.
 
-    `streams` holds the live ones by the engine's request id; whoever submits a request enters its stream before.
+    `first_token` is told the seconds from a request's arrival until Triton has its first token. `streams` holds the
+    live ones by the engine's request id; whoever submits a request enters its stream before.
     """
 
-    def __init__(self, merge: int, cancel: Callable[[str], None], *, log_prompts: bool = False) -> None:
+    def __init__(
+        self,
+        merge: int,
+        cancel: Callable[[str], None],
+        first_token: Callable[[float], None],
+        *,
+        log_prompts: bool = False,
+    ) -> None:
         self.streams: dict[str, Stream] = {}
         self._merge = merge
         self._cancel = cancel
+        self._first_token = first_token
         self._log_prompts = log_prompts
         self._outbox: SimpleQueue[Any] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
@@ -91,6 +100,7 @@ class Replies:
                 if isinstance(item, Reply):
                     self._finish(item.stream, item.tensors, item.error)
                 else:
+                    item.sort(key=_waits_less)
                     for deltas in [[delta] for delta in item] if self._merge == 1 else self._merged(item):
                         self._send_or_end(deltas)
             except Exception:  # one response that cannot be sent must not silence all other streams
@@ -130,17 +140,23 @@ class Replies:
 
     def _send(self, stream: Stream, deltas: list[Any]) -> None:
         """Send consecutive deltas of one request as one response; or keep them, for a request that wants one answer."""
-        last = deltas[-1]
-        stream.tokens += sum(len(delta.token_ids) for delta in deltas)
+        last, new = deltas[-1], sum(len(delta.token_ids) for delta in deltas)
+        begins = new > 0 and stream.tokens == 0
+        stream.tokens += new
         if not stream.call.stream:
             stream.waiting.extend(deltas)
             deltas = stream.waiting
         if last.terminal:
+            if begins:  # before it is sent: whoever sees that a request has ended finds it counted
+                self._first_token(time.monotonic() - stream.arrived_at)
             del self.streams[last.request_id]
             tensors = [] if last.error else _tensors(stream.call, deltas)
             self._finish(stream, tensors, last.error, last)
-        elif stream.call.stream:
+            return
+        if stream.call.stream:
             stream.sender.send(pb_utils.InferenceResponse(_tensors(stream.call, deltas)))
+        if begins:
+            self._first_token(time.monotonic() - stream.arrived_at)
 
     def _finish(self, stream: Stream, tensors: list[Any], error: Any, last: Any = None) -> None:
         """Send the last response with FINAL, and log the request."""
@@ -191,6 +207,11 @@ def string(name: str, value: str) -> Any:
 def int32(name: str, values: list[int]) -> Any:
     """An INT32 tensor of shape [1, n]."""
     return pb_utils.Tensor(name, np.array([values], dtype=np.int32))
+
+
+def _waits_less(delta: Any) -> bool:
+    """A sort key: of a step's tokens an answer's first goes before the others, for somebody has waited long for it."""
+    return delta.fingerprint is None
 
 
 def _tensors(call: Call, deltas: list[Any]) -> list[Any]:

@@ -78,9 +78,7 @@ class Metrics:
     def count_token(self, request: Request, now: float) -> None:
         """Count a token drawn at `now` (monotonic seconds), before the request notes its time."""
         self.generation_tokens += 1
-        if request.first_token_at == 0.0:
-            self.time_to_first_token_seconds.observe(now - request.arrived_at)
-        else:
+        if request.first_token_at > 0.0:
             self.inter_token_latency_seconds.observe(now - request.last_token_at)
 
     def count_ended(self, outcome: Outcome) -> None:
