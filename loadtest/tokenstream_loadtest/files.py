@@ -5,6 +5,7 @@ Each is there as a whole or not at all. It does not know what is in them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,12 @@ from .results import Run, dump_run
 from .spreadsheet import write_csv
 
 RUN_FILE = "run.json"
+
+
+def free_folder(wanted: Path) -> Path:
+    """`wanted`, or the first of `wanted`-2, `wanted`-3, ... that holds no run."""
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([wanted], numbered) if not (folder / RUN_FILE).exists())
 
 
 def write_files(run: Run, folder: Path) -> dict[str, Path]:

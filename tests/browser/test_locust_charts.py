@@ -1,4 +1,4 @@
-"""The live charts on Locust's page in a real browser: drawn, quiet, and reachable from a tab of Locust's own page."""
+"""The live charts on Locust's page in a real browser: drawn, quiet, and inside a tab of Locust's own page."""
 
 from __future__ import annotations
 
@@ -54,9 +54,19 @@ def test_every_chart_draws_what_is_measured_and_asks_for_nothing_else(page: Page
     assert_quiet(page, seen, origin)
 
 
-def test_a_tab_of_locusts_page_has_the_exact_percentiles_and_a_link_to_the_charts(page: Page, origin: str) -> None:
+def test_a_tab_of_locusts_page_has_the_exact_percentiles_and_the_charts(page: Page, seen: Seen, origin: str) -> None:
     page.goto(origin)
+    charts = page.frame_locator("iframe[title='Token charts']")
+    expect(page.get_by_role("tab", name="Tokens")).to_be_visible()
+    expect(page.locator("iframe")).to_be_hidden()
     page.get_by_role("tab", name="Tokens").click()
     expect(page.locator("td", has_text="TTFT").first).to_be_visible()
-    page.get_by_role("link", name="Token charts").click()
-    expect(page.get_by_role("heading", name="Token charts")).to_be_visible()
+    expect(charts.locator("figure")).to_have_count(4)
+    drawn = charts.locator("figure", has_text="TTFT, ms").locator("polyline").first
+    expect(drawn).to_have_attribute("points", TWO_POINTS, timeout=PATIENCE)
+    expect(charts.locator("figure").first).to_be_in_viewport()
+    page.get_by_role("tab", name="Statistics").click()
+    expect(page.locator("iframe")).to_be_hidden()
+    page.get_by_role("tab", name="Tokens").click()
+    expect(charts.locator("figure").first).to_be_in_viewport()
+    assert_quiet(page, seen, origin)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tokenstream_loadtest import files
-from tokenstream_loadtest.files import write_files
+from tokenstream_loadtest.files import free_folder, write_files
 from tokenstream_loadtest.results import Run, read_run
 from unit.invented_runs import measurement_of, record, run_of
 
@@ -34,3 +34,13 @@ def test_a_full_disk_leaves_what_was_there_and_is_told_with_the_files_name(
         write_files(RUN, tmp_path)
     assert error.value.filename == str(tmp_path / "report.html")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"run.json": "an older one"}
+
+
+def test_a_folder_that_holds_a_run_is_left_alone_and_the_next_free_one_taken(tmp_path: Path) -> None:
+    wanted = tmp_path / "mine"
+    taken = [free_folder(wanted)]
+    for folder in ("mine", "mine-2"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "run.json").touch()
+        taken.append(free_folder(wanted))
+    assert [folder.name for folder in taken] == ["mine", "mine-2", "mine-3"]

@@ -1,6 +1,7 @@
 // Polls `points` and draws it. Everything that is shown is set as text or as a number: nothing is parsed as markup.
 "use strict";
 (() => {
+  if (window !== window.top) document.body.classList.add("framed"); // in Locust's tab, which has the table
   const WIDTH = 520, HEIGHT = 200, LEFT = 52, BOTTOM = 22, TOP = 8, PERIOD = 3000;
   const SVG = "http://www.w3.org/2000/svg";
   const shares = ["p50", "p95", "p99"];

@@ -1,4 +1,4 @@
-"""Our part of Locust's web page: a tab of exact percentiles, and a page of live charts at `tokenstream/` beside it.
+"""Our part of Locust's web page: a tab of exact percentiles and live charts, which also are a page, `tokenstream/`.
 
 The page polls one JSON route, needs nothing from elsewhere, and shows whatever comes from a server as text. It does not
 know how the numbers are measured.
@@ -26,12 +26,14 @@ _COLUMNS = {
     "max": "max (ms)",
     "count": "#",
 }
-_TYPES = {"charts.html": "text/html", "charts.js": "text/javascript", "charts.css": "text/css"}
+_SCRIPT = '<script src="tokenstream/tab.js" defer></script>'
+_TYPES = {
+    "charts.html": "text/html",
+    "charts.js": "text/javascript",
+    "tab.js": "text/javascript",
+    "charts.css": "text/css",
+}
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
-_LINK = (
-    '<a href="tokenstream/" style="display:block;padding:.25rem 1rem;background:#15803d;color:#fff;'
-    'font:14px sans-serif;text-align:right;text-decoration:none">Token charts</a>'
-)
 
 
 def add_charts(web_ui: WebUI, session: Session) -> None:
@@ -54,10 +56,10 @@ def add_charts(web_ui: WebUI, session: Session) -> None:
         if response.status_code == 200 and request.path == f"{base}/stats/requests":
             _add_stats(response, session.totals)
         elif response.status_code == 200 and request.path == f"{base}/":
-            response.set_data(response.get_data(as_text=True).replace("<body>", f"<body>{_LINK}", 1))
+            response.set_data(response.get_data(as_text=True).replace("</body>", f"{_SCRIPT}</body>", 1))
         return response
 
-    for rule, view in (("/", page), ("/<any('charts.js', 'charts.css'):name>", asset), ("/points", points)):
+    for rule, view in (("/", page), ("/<any('charts.js', 'tab.js', 'charts.css'):name>", asset), ("/points", points)):
         pages.add_url_rule(rule, view_func=guarded(view))
     app.register_blueprint(pages)
     app.after_request(extend)

@@ -53,7 +53,7 @@ def add_options(parser: Any) -> None:
         action="store_true",
         help="Exit by the objectives alone, even if the run is not to be trusted.",
     )
-    add("--report", default="", help="Folder for the run's JSON, HTML and CSV.")
+    add("--report", default="", help="Folder for the run's JSON, HTML and CSV; NAME-2 if it holds a run.")
     add(
         "--metrics-url",
         default=os.environ.get("TOKENSTREAM_METRICS_URL", ""),

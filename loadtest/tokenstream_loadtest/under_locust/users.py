@@ -19,7 +19,7 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import MasterRunner, WorkerRunner
 
-from ..files import write_files
+from ..files import free_folder, write_files
 from ..results import Run
 from .charts import add_charts
 from .link import DriverFailed
@@ -166,7 +166,7 @@ class _Leader:
 
     def _write(self, run: Run, folder: str) -> None:
         try:
-            paths = write_files(run, Path(folder)).values()
+            paths = write_files(run, free_folder(Path(folder))).values()
         except OSError as error:
             _log.error("the report cannot be written: %s", error)
             return
