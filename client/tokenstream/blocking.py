@@ -32,27 +32,20 @@ class BlockingCall:
         self._rpc = rpc
         self._watchman = watchman
         self._ending = ending
-        self._late = False
 
     async def receive(self, limit: float | None) -> Arrival:
         """The next arrival; Late after `limit` seconds, which cancels the RPC."""
-        if limit is not None:
-            self._watchman.enter(self, time.monotonic() + limit)
+        wait = None if limit is None else self._watchman.enter(self, time.monotonic() + limit)
         reply, failure = None, None
         try:
             reply = next(self._rpc, None)
         except grpc.RpcError as error:
             failure = status_of(error)
         finally:
-            self._watchman.leave(self)
-        if self._late:
+            late = wait is not None and not self._watchman.leave(wait)
+        if late:
             raise Late
         return Arrival(time.monotonic(), reply, failure)
-
-    def overdue(self) -> None:
-        """End the wait with Late."""
-        self._late = True
-        self._rpc.cancel()
 
     def release(self) -> None:
         """Let the RPC end by itself, even if nobody reads on."""
@@ -64,29 +57,39 @@ class BlockingCall:
         self._rpc.cancel()
 
 
-class Watchman:
-    """Ends the waits of calls that are late. The thread looks up every second, and goes if it sees nobody wait.
+Wait = tuple[BlockingCall, float]  # who waits, and when that must be over, in monotonic seconds
 
-    Whoever waits enters and leaves at every token, so that they do it without the lock: each step on the dictionary is
-    whole, and the thread looks into it once more behind the moment from which it is not counted on.
+
+class Watchman:
+    """Cancels the calls that are waited for too long. The thread looks up every second, and goes if nobody waits.
+
+    Whoever waits enters and leaves at every token, so that they do it without the lock: each step on the set is whole,
+    and the thread looks into it once more behind the moment from which it is not counted on. A wait is ended by who
+    takes it out of the set, so that a call whose answer has come is left alone.
     """
 
     def __init__(self) -> None:
-        self._due: dict[BlockingCall, float] = {}  # monotonic seconds
+        self._waits: set[Wait] = set()
         self._wakes_at: float | None = None  # None: no thread
         self._dismissed = False
         self._condition = threading.Condition()
 
-    def enter(self, call: BlockingCall, due: float) -> None:
+    def enter(self, call: BlockingCall, due: float) -> Wait:
         """A wait begins that must be over at `due`."""
-        self._due[call] = due
+        wait = (call, due)
+        self._waits.add(wait)
         wakes_at = self._wakes_at
         if wakes_at is None or due < wakes_at:
             self._call(due)
+        return wait
 
-    def leave(self, call: BlockingCall) -> None:
-        """A wait is over."""
-        self._due.pop(call, None)
+    def leave(self, wait: Wait) -> bool:
+        """A wait is over; whether it was in time, or its call has been cancelled."""
+        try:
+            self._waits.remove(wait)
+        except KeyError:
+            return False
+        return True
 
     def dismiss(self) -> None:
         """Nobody will wait any more."""
@@ -105,14 +108,14 @@ class Watchman:
         with self._condition:
             while not self._dismissed:
                 now = time.monotonic()
-                for call in [call for call, due in list(self._due.items()) if due <= now]:
-                    self._due.pop(call, None)
-                    call.overdue()
+                for wait in [wait for wait in list(self._waits) if wait[1] <= now]:
+                    if self.leave(wait):
+                        wait[0].cancel()
                 self._wakes_at = now + _LOOK_SECONDS  # from here on whoever is earlier calls; the others are seen next
-                self._wakes_at = min([self._wakes_at, *list(self._due.values())])
-                if not self._due:
+                self._wakes_at = min([self._wakes_at, *(due for _, due in list(self._waits))])
+                if not self._waits:
                     self._wakes_at = None
-                    if not self._due:
+                    if not self._waits:
                         return
                     self._wakes_at = now
                 self._condition.wait(self._wakes_at - now)

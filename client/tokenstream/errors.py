@@ -213,6 +213,8 @@ def from_status(status: str, details: str, url: str, retry_after: float | None =
         return ConnectionFailed(f"cannot connect to {url}: {why_not_connected(details)}")
     if status == "RESOURCE_EXHAUSTED" and "metadata" in words:
         return InvalidRequest(f"the headers are too long for {url}: {reason_of(details)}", code=status)
+    if status == "RESOURCE_EXHAUSTED" and "larger than max" in words:
+        return InvalidRequest(f"a message is too long on the way to {url} or back: {reason_of(details)}", code=status)
     if status == "DEADLINE_EXCEEDED":
         return TotalTimeout(f"the answer from {url} took longer than its total time")
     if "deserializing" in words:

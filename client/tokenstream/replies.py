@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from tritonclient.grpc import service_pb2 as pb
 
@@ -69,7 +69,7 @@ class ReplyReader:
         if begin and data.startswith(head.data, begin):
             contents = _contents(data, begin + len(head.data))
             if contents and len(contents) == len(head.names):
-                return _checked(head.names, contents, final=head.final, request_id="")
+                return _checked(head.names, contents, final=head.final)
         return self._read_anew(data, begin)
 
     def _read_anew(self, data: bytes, begin: int) -> Reply:
@@ -83,7 +83,7 @@ class ReplyReader:
         head = data[begin : len(data) - sum(2 + len(content) for content in contents)]
         if begin and _contents(data, begin + len(head)) == contents:
             self._head = _Head(head, names, final)
-        return _checked(names, contents, final=final, request_id=body.id)
+        return _checked(names, contents, final=final)
 
 
 def _body_begins(data: bytes) -> int:
@@ -108,11 +108,11 @@ def _contents(data: bytes, at: int) -> list[bytes]:
     return found
 
 
-def _checked(names: tuple[str, ...], contents: list[bytes], *, final: bool, request_id: str) -> Reply:
+def _checked(names: tuple[str, ...], contents: list[bytes], *, final: bool) -> Reply:
     try:
         return _reply(dict(zip(names, contents, strict=True)), final=final)
-    except (ValueError, TypeError, KeyError, struct.error) as error:
-        fault = InternalError(f"the server sent a malformed response: {error}", request_id=request_id)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
+        fault = InternalError(f"the server sent a malformed response: {error}")
         return Reply(final=False, data=False, error=fault)
 
 
@@ -158,5 +158,5 @@ def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
 
 def _timings(text: str) -> Timings:
     # A newer server may send more than this client knows.
-    known = {field.name for field in fields(Timings)}
-    return Timings(**{name: value for name, value in json.loads(text).items() if name in known})
+    kinds = {name: type(value) for name, value in asdict(Timings()).items()}
+    return Timings(**{name: kinds[name](value) for name, value in json.loads(text).items() if name in kinds})

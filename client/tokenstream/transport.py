@@ -141,6 +141,7 @@ def channel_options(keepalive: float | None, connect: float | None, server_name:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_retries", 0),  # whether to ask again is for `course` to say
+        ("grpc.max_receive_message_length", 2**31 - 1),  # as Triton's own; gRPC's 4 MiB is less than a long text
         ("grpc.use_local_subchannel_pool", 1),  # or this client would sit out the pauses of others that failed
     ]
     if connect is not None:  # bounds reconnecting too, which no request's clock sees

@@ -49,7 +49,7 @@ def test_a_line_that_is_cut_is_made_anew_and_the_answer_goes_on(line):
 
 def test_a_line_that_falls_silent_is_left_for_another_endpoint(line):
     other = ScriptedTriton(answer(*WORDS))
-    clocks = Timeout(connect=0.3, first_token=0.3, idle=0.2)
+    clocks = Timeout(connect=0.6, first_token=0.6, idle=0.4)
     with Client([line.url, other.url], timeout=clocks) as client:
         begun, stream = begin(client)
         line.freeze()
@@ -60,7 +60,7 @@ def test_a_line_that_falls_silent_is_left_for_another_endpoint(line):
 
 
 def test_a_silent_line_without_another_is_an_idle_timeout(line):
-    clocks = Timeout(connect=0.2, first_token=0.2, idle=0.2)
+    clocks = Timeout(connect=0.6, first_token=0.6, idle=0.4)
     with Client(line.url, timeout=clocks, retries=0) as client:
         begun, stream = begin(client)
         line.freeze()
@@ -88,7 +88,7 @@ def test_a_resumed_answer_that_no_longer_comes_says_what_cut_it(serve):
             yield from itertools.islice(answer(*WORDS)(request, call), 2)
         call.over.wait(WAIT)
 
-    server, client = serve(script, timeout=Timeout(first_token=0.1, idle=0.1))
+    server, client = serve(script, timeout=Timeout(first_token=0.6, idle=0.4))
     with pytest.raises(IdleTimeout) as caught:
         client.generate("x")
     assert isinstance(caught.value.__cause__, FirstTokenTimeout)

@@ -73,7 +73,11 @@ def _malformed() -> list[pb.ModelStreamInferResponse]:
     missing.infer_response.outputs.add(name="index", datatype="INT32", shape=[1, 1])
     add(not_text, "text_output", "BYTES", struct.pack("<I", 1) + b"\xff")
     add_string(not_json, "timings", "{")
-    return [long_string, odd, unknown, missing, not_text, not_json]
+    wrong = []
+    for timings in ("[1]", "null", "[" * 100_000, '{"queue": "a"}', '{"preemptions": [1]}'):
+        wrong.append(pb.ModelStreamInferResponse())
+        add_string(wrong[-1], "timings", timings)
+    return [long_string, odd, unknown, missing, not_text, not_json, *wrong]
 
 
 @pytest.mark.parametrize("response", _malformed())

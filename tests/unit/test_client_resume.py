@@ -74,7 +74,7 @@ CUTS: dict[str, Script] = {
     "mark without a reason": mark,
     "end without a reason": clean,
 }
-CLOCKS = Timeout(first_token=0.3, idle=0.05)
+CLOCKS = Timeout(first_token=10.0, idle=0.3)  # the latter for those who fall silent
 
 
 class Pair:

@@ -8,6 +8,8 @@ import grpc
 import pytest
 
 from tokenstream import Client, IncompleteStream, InternalError, InvalidRequest
+from tokenstream.course import Verdict, judge
+from tokenstream.errors import from_status
 from unit.scripted_triton import WAIT, add, answer, failure, final_mark, inputs, token
 
 
@@ -231,3 +233,15 @@ def test_misuse_is_refused_before_anything_is_sent(serve):
     with pytest.raises(ValueError, match="HOST:PORT"):
         Client("http://127.0.0.1:8000")
     assert server.requests == []
+
+
+def test_a_response_of_many_megabytes_arrives_whole(serve):
+    long = "sea " * 2_000_000
+    _, client = serve(answer("a", long))
+    assert client.generate("x").text == "a" + long
+
+
+def test_a_message_that_is_too_long_for_somebody_on_the_way_is_no_overload_and_not_sent_again():
+    error = from_status("RESOURCE_EXHAUSTED", "Received message larger than max (11700111 vs. 4194304)", "host:1")
+    assert type(error) is InvalidRequest
+    assert judge(error) is Verdict.STOP

@@ -28,6 +28,7 @@ from tokenstream import (
 )
 from tokenstream.replies import ReplyReader
 from unit.scripted_triton import WAIT, answer, final_mark, token
+from waiting import eventually
 
 
 def hold(request, call) -> Iterator:
@@ -233,7 +234,7 @@ def test_a_wait_that_begins_while_the_watchman_looks_round_is_not_lost(monkeypat
         def __init__(self) -> None:
             self.rung = threading.Event()
 
-        def overdue(self) -> None:
+        def cancel(self) -> None:
             self.rung.set()
 
     first, long, late = Waiting(), Waiting(), Waiting()
@@ -245,7 +246,7 @@ def test_a_wait_that_begins_while_the_watchman_looks_round_is_not_lost(monkeypat
             due = time.monotonic() + 0.05
             entering.append(threading.Thread(target=watchman.enter, args=(late, due)))
             entering[0].start()
-            while late not in watchman._due:
+            while not any(call is late for call, _ in list(watchman._waits)):
                 entering[0].join(0.001)
             entering[0].join(0.1)  # it is through, or waits for the lock that this thread holds
         return earliest
@@ -256,6 +257,31 @@ def test_a_wait_that_begins_while_the_watchman_looks_round_is_not_lost(monkeypat
     watchman.enter(first, time.monotonic() + 0.02)
     assert late.rung.wait(WAIT)
     watchman.dismiss()
+
+
+def test_a_call_whose_answer_came_while_the_watchman_looks_round_is_left_alone():
+    class Waiting:
+        def __init__(self) -> None:
+            self.cancelled = threading.Event()
+            self.neighbour: Waiting | None = None
+            self.wait: object = None
+
+        def cancel(self) -> None:  # meanwhile the neighbour's answer has come, and it waits for the next one
+            assert self.neighbour is not None
+            assert watchman.leave(self.neighbour.wait)
+            watchman.enter(self.neighbour, time.monotonic() + 10 * WAIT)
+            self.cancelled.set()
+
+    watchman, one, other = blocking.Watchman(), Waiting(), Waiting()
+    one.neighbour, other.neighbour = other, one
+    with watchman._condition:  # both are late when it looks
+        for call in (one, other):
+            call.wait = (call, 0.0)
+            watchman._waits.add(call.wait)
+    watchman.enter(Waiting(), time.monotonic() + 10 * WAIT)
+    eventually(lambda: one.cancelled.is_set() or other.cancelled.is_set())
+    watchman.dismiss()
+    assert one.cancelled.is_set() != other.cancelled.is_set()
 
 
 def test_who_keeps_sending_behind_the_last_response_is_hung_up_on(monkeypatch):

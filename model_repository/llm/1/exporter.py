@@ -60,7 +60,9 @@ COUNTERS = (
 )
 HISTOGRAMS = (
     _Distribution(
-        "time_to_first_token_seconds", "Arrival to first token sent", lambda m: m.time_to_first_token_seconds
+        "time_to_first_token_seconds",
+        "From taking a request until its first token is sent",
+        lambda m: m.time_to_first_token_seconds,
     ),
     _Distribution("inter_token_latency_seconds", "From token to token", lambda m: m.inter_token_latency_seconds),
     _Distribution("e2e_request_latency_seconds", "Arrival to last token", lambda m: m.e2e_request_latency_seconds),
