@@ -105,7 +105,7 @@ class BaseClient(ABC):
             options.get("request_id") or uuid.uuid4().hex,
             options.get("priority"),
             options.get("cache_salt"),
-            datetime.now().astimezone().isoformat(timespec="seconds"),
+            "" if prompt.messages is None else datetime.now().astimezone().isoformat(timespec="seconds"),
         )
         protocol.generate_request(question)  # what cannot be sent is refused before anything else happens
         answer = Answer(question.request_id, seed, any_fingerprint=travel.resume == "best_effort")
