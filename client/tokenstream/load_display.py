@@ -107,8 +107,8 @@ def summary_text(summary: Message) -> str:
     lines += [f"note: {note}" for note in summary["notes"]]
     if busiest := _busiest(summary["levels"]):
         lines.append(_overhead(busiest))
-    if farthest := _farthest(summary["levels"]):
-        lines.append(_agreement(farthest))
+    if clocks := summary["clocks"]:
+        lines.append(_agreement(clocks))
     lines.append("valid" if summary["valid"] else "NOT VALID: the numbers above cannot be trusted as they stand")
     lines += [f"{kind:6}  {path}" for kind, path in summary["files"].items()]
     return _printable(lines)
@@ -213,23 +213,15 @@ def _overhead(level: Message) -> str:
     parts = [f"{level['generator_cores']:.2f} cores at {level['load']}"]
     if level["overhead_per_token"] is not None:
         parts.append(f"{level['overhead_per_token'] * 1e6:.0f} us per token")
-    if level["server_cores"]:
+    if level["server_cores"] and level["overhead_per_token"] is not None:  # else a share of doing nothing
         parts.append(f"{level['generator_cores'] / level['server_cores']:.0%} of the server's CPU")
     return f"generator: {', '.join(parts)}"
 
 
-def _farthest(levels: Sequence[Message]) -> Message | None:
-    known = [level for level in levels if level["ttft_apart"] is not None]
-    return max(known, key=lambda level: abs(float(level["ttft_apart"])), default=None)
-
-
-def _agreement(level: Message) -> str:
-    parts = [
-        f"mean {name.upper()} {level[f'{name}_apart']:+.1%}"
-        for name in ("ttft", "itl")
-        if level[f"{name}_apart"] is not None
-    ]
-    return f"beside the server's own clocks: {', '.join(parts)} at {level['load']}"
+def _agreement(clocks: Message) -> str:
+    ttft = f"mean TTFT {clocks['ttft_seconds'] * 1e3:+.1f} ms ({clocks['ttft_share']:+.1%})"
+    itl = "" if clocks["itl_share"] is None else f", mean ITL {clocks['itl_share']:+.1%}"
+    return f"beside the server's own clocks: {ttft}{itl} at {clocks['load']}"
 
 
 def _number(value: float | None) -> str:

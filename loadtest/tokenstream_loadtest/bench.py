@@ -156,6 +156,7 @@ class Bench:
         if watch is not None and before is not None:
             counts = await self._unless_cancelled(watch.counts(before, measured.tally.all))
         restarted = meter.restarted or (watch is not None and watch.restarted)
+        lost = before is not None and counts is None
         if self.interrupted:
             measured = replace(measured, interrupted=True)
         measurement = Measurement(
@@ -168,8 +169,8 @@ class Bench:
             stalls=measured.stalls,
             cores=cores,
             server=counts,
-            flaws=flaws(measured, stage, cores, counts, local=local, restarted=restarted),
-            notes=notes(measured, stage, watched=plan.metrics_url, counts=counts),
+            flaws=flaws(measured, stage, cores, counts, local=local, restarted=restarted, lost=lost),
+            notes=notes(measured, stage, watched=None if lost else plan.metrics_url, counts=counts),
         )
         self._measurements.append(measurement)
         return measurement

@@ -6,16 +6,18 @@ It judges numbers that others have measured.
 from __future__ import annotations
 
 from .generator import Measured
-from .results import Cores, ServerCounts, Stage
+from .results import Cores, Measurement, ServerCounts, Stage
 from .tally import Group
 
 INTERRUPTED = "interrupted"
+RESTARTED = "the server was started anew during the measurement"
 LAG_SHARE, LAG_SECONDS = 0.1, 0.05  # of the median TTFT; at the 99th percentile, the larger of both
 GENERATOR_CORES = 0.9  # of the one core that an event loop can use
 OTHERS_CORES, STOLEN_CORES = 0.25, 0.1
 # By which both must differ: a caller's TTFT holds the way through gRPC and the wait for this process's turn, some
 # milliseconds that the server does not see.
 TTFT_SHARE, TTFT_SECONDS = 0.1, 0.01
+_BETWEEN = "in gRPC, Triton's front, the network or this process"
 
 
 def flaws(
@@ -26,8 +28,12 @@ def flaws(
     *,
     local: bool,
     restarted: bool = False,
+    lost: bool = False,
 ) -> tuple[str, ...]:
-    """Why not to trust it; nothing if it can be trusted. `restarted`: the server is not the one it was."""
+    """Why not to trust it; nothing if it can be trusted. `restarted`: the server is not the one it was.
+
+    `lost`: its metrics page could be read when it began, and not when it had ended.
+    """
     told = measured.tally.all
     found = [INTERRUPTED] if measured.interrupted else []
     if measured.capped and not _cap_was_asked_for(stage):
@@ -35,7 +41,9 @@ def flaws(
     if not told.outcomes.get("ok") and not told.outcomes.get("abandoned"):
         found.append("no request was answered")
     if restarted:
-        found.append("the server was started anew during the measurement")
+        found.append(RESTARTED)
+    if lost and not measured.interrupted:
+        found.append("the server's metrics page could be read at the begin and not at the end: the server may be gone")
     found += _of_lag(told) + _of_cores(cores, local=local)
     if server is not None and not measured.interrupted and not restarted:
         found += _of_counts(told, server)
@@ -56,6 +64,29 @@ def notes(measured: Measured, stage: Stage, *, watched: str | None, counts: Serv
     if watched is not None and counts is None and not measured.interrupted:
         found.append(f"the server's own numbers are missing: {watched} could not be read")
     return tuple(found)
+
+
+def alike(told: Group, server: ServerCounts) -> bool:
+    """Whether both must have seen the same: nobody else asked, and all requests ended well, in one piece."""
+    whole = told.outcomes.get("ok", 0) == told.requests and not told.resumes
+    return whole and server.requests <= told.requests
+
+
+def comparable(measurement: Measurement) -> bool:
+    """Whether the means of callers and server are of the same requests and tokens."""
+    told, server = measurement.all, measurement.server
+    if server is None or {INTERRUPTED, RESTARTED} & set(measurement.flaws):
+        return False
+    return alike(told, server) and _same(told, server)
+
+
+def _same(told: Group, server: ServerCounts) -> bool:
+    return (told.requests, told.output_tokens) == (server.requests, server.output_tokens)
+
+
+def far(ours: float, theirs: float) -> float:
+    """How far a mean TTFT of callers is from the server's, by what would just pass: over 1 it is a flaw."""
+    return abs(ours - theirs) / max(TTFT_SECONDS, TTFT_SHARE * theirs)
 
 
 def _cap_was_asked_for(stage: Stage) -> bool:
@@ -82,10 +113,10 @@ def _of_cores(cores: Cores, *, local: bool) -> list[str]:
 
 
 def _of_counts(told: Group, server: ServerCounts) -> list[str]:
-    """Disagreements with the server. Only of requests that all ended well both must have seen the same."""
+    """Disagreements with the server, if there should be none."""
     if server.requests > told.requests:
         return [f"the server served others at the same time: {server.requests - told.requests} further requests"]
-    if told.outcomes.get("ok", 0) != told.requests or told.resumes:
+    if not alike(told, server):
         return []
     pairs = [
         ("requests", told.requests, server.requests),
@@ -97,8 +128,11 @@ def _of_counts(told: Group, server: ServerCounts) -> list[str]:
         f"the server counted {theirs} {name}, the generator {ours}" for name, ours, theirs in pairs if ours != theirs
     ]
     ours, theirs = told.histograms["ttft_sent"].mean, server.ttft
-    if ours is not None and theirs is not None and abs(ours - theirs) > max(TTFT_SECONDS, TTFT_SHARE * theirs):
-        found.append(f"the mean TTFT from sending is {_ms(ours)} here and {_ms(theirs)} by the server's own clock")
+    if _same(told, server) and ours is not None and theirs is not None and far(ours, theirs) > 1:
+        where = f": what lies between the two, {_BETWEEN}, is in no number of the server's" if ours > theirs else ""
+        found.append(
+            f"the mean TTFT from sending is {_ms(ours)} here and {_ms(theirs)} by the server's own clock{where}"
+        )
     return found
 
 

@@ -1,11 +1,13 @@
 """The files of a run: the document itself, its numbers as a table, and its report.
 
-Each is there as a whole or not at all. It does not know what is in them.
+All of them are there as a whole, or none is. It does not know what is in them.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,6 +43,8 @@ def write_files(run: Run, folder: Path) -> dict[str, Path]:
             beside = path.with_name(f".{path.name}.part")
             stack.callback(beside.unlink, missing_ok=True)
             try:
+                if path.is_dir():  # it could not be replaced, once others have been
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 writers[kind](beside)
             except OSError as error:  # a full disk's has no name
                 raise OSError(error.errno, error.strerror, str(path)) from error

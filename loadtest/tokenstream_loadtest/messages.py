@@ -13,6 +13,7 @@ from typing import Any
 
 from . import figures
 from .bench import Progress
+from .checks import comparable, far
 from .figures import Figure, Judged, Level
 from .results import Found, Measurement, Run
 from .sayings import told
@@ -68,6 +69,7 @@ def summarise(run: Run, files: Mapping[str, Path]) -> Message:
         "search": None if run.found is None else _found(run.found),
         "errors": _errors(run),
         "stalls": _stalls(levels),
+        "clocks": _clocks(levels),
         "reading": figures.OVER_REPEATS if any(len(level.measurements) > 1 for level in levels) else None,
         "flaws": flaws,
         "notes": notes,
@@ -85,15 +87,30 @@ def _row(level: Level) -> Message:
         "generator_cores": _median([m.cores.generator for m in level.measurements if m.cores]),
         "server_cores": _median([m.cores.server for m in level.measurements if m.cores]),
         "others_cores": _median([m.cores.others for m in level.measurements if m.cores]),
-        "ttft_apart": _median([_apart(m.all, "ttft_sent", m.server.ttft) for m in level.measurements if m.server]),
-        "itl_apart": _median([_apart(m.all, "itl", m.server.itl) for m in level.measurements if m.server]),
     }
 
 
-def _apart(told: Group, metric: str, server: float | None) -> float | None:
-    """By which share of the server's own mean the generator's is longer."""
-    mean = told.histograms[metric].mean
-    return mean / server - 1 if mean is not None and server else None
+def _clocks(levels: Sequence[Level]) -> Message | None:
+    """How far the callers' means are from the server's, of the one measurement whose TTFT is farthest.
+
+    Seconds and shares of the server's, and of what would just be no flaw. None if nothing can be compared.
+    """
+    found = [_apart(level, each) for level in levels for each in level.measurements if comparable(each)]
+    return max((one for one in found if one is not None), key=lambda one: float(one["of_limit"]), default=None)
+
+
+def _apart(level: Level, measurement: Measurement) -> Message | None:
+    told, server = measurement.all.histograms, measurement.server
+    ttft, itl = told["ttft_sent"].mean, told["itl"].mean
+    if server is None or ttft is None or not server.ttft:
+        return None
+    return {
+        "load": level.named(measurement),
+        "ttft_seconds": ttft - server.ttft,
+        "ttft_share": ttft / server.ttft - 1,
+        "itl_share": itl / server.itl - 1 if itl is not None and server.itl else None,
+        "of_limit": far(ttft, server.ttft),
+    }
 
 
 def _median(values: Sequence[float | None]) -> float | None:

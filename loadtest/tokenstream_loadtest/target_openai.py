@@ -8,9 +8,10 @@ are sent.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,10 +21,12 @@ from tokenstream import TLS
 from tokenstream.security import Passport
 
 from .records import Outcome
-from .requests import Request
+from .requests import Message, Request
 from .targets import Failed, Seen, TargetOptions
 
 _CONNECT_SECONDS = 10.0
+_HELLO_SECONDS = 10.0  # for the answer of one token that tells whether a model is there
+_HELLO = "Hi"
 _LONGEST_EVENT = 1 << 24
 _STATUSES: dict[int, Outcome] = {
     400: "invalid",
@@ -80,20 +83,17 @@ class OpenAITarget:
         await self._client.aclose()
 
     async def describe(self) -> dict[str, str]:
-        """What the list of models says of this one."""
-        try:
-            response = await self._client.get(f"{self._base}/models", timeout=_CONNECT_SECONDS)
-            found = response.json() if response.status_code == httpx2.codes.OK else {}
-        except httpx2.TransportError as error:
-            raise self._failed(error) from error
-        except ValueError:
-            return {}
-        models = found.get("data") if isinstance(found, dict) else None
-        for one in models if isinstance(models, list) else ():
-            if isinstance(one, dict) and one.get("id") == self._model:
+        """What the list of models says of this one; {} of one that is not in it but answers, as by an alias.
+
+        Failed in the server's words if it has no such model, or no ear for us.
+        """
+        listed = await self._listed()
+        for one in listed or ():
+            if one.get("id") == self._model:
                 return {
                     str(name): value if isinstance(value, str) else json.dumps(value) for name, value in one.items()
                 }
+        await self._greet(None if listed is None else [str(one["id"]) for one in listed if "id" in one])
         return {}
 
     async def ask(self, request: Request, request_id: str, seen: Seen) -> None:
@@ -108,6 +108,48 @@ class OpenAITarget:
                     await _read(response, seen)
         except httpx2.TransportError as error:
             raise self._failed(error) from error
+
+    async def _listed(self) -> list[dict[str, Any]] | None:
+        """The server's models; None if it does not say."""
+        try:
+            response = await self._client.get(f"{self._base}/models", timeout=_CONNECT_SECONDS)
+            found = response.json() if response.status_code == httpx2.codes.OK else {}
+        except httpx2.TransportError as error:
+            raise self._failed(error) from error
+        except ValueError:
+            return None
+        models = found.get("data") if isinstance(found, dict) else None
+        return [one for one in models if isinstance(one, dict)] if isinstance(models, list) else None
+
+    async def _greet(self, listed: Sequence[str] | None) -> None:
+        """Ask for one token, in a chat or else as text: not every server, nor every model, takes both.
+
+        Failed if both were refused, and if the server failed at both and has a list, which the model is not in:
+        `transformers serve` fails at names that it cannot load. Any other end, or none in time, tells nothing.
+        """
+        telling = {"invalid", "unauthorized"} | (set() if listed is None else {"internal"})
+        chat = Request("hello", 1, messages=(Message("user", _HELLO),))
+        refusals = []
+        for request in (chat, Request("hello", 1, prompt=_HELLO)):
+            try:
+                async with asyncio.timeout(_HELLO_SECONDS):
+                    await self.ask(request, "load-hello", Seen(request))
+            except TimeoutError:
+                return
+            except Failed as error:
+                if error.outcome == "connection":
+                    raise
+                if error.outcome not in telling:
+                    return
+                refusals.append(error)
+            else:
+                return
+        told = next((error for error in refusals if self._model in error.line), refusals[0])
+        if told.outcome == "unauthorized":
+            raise told
+        also = "" if listed is None else f"; it lists {', '.join(listed) or 'no model'}"
+        line = f"the model {self._model!r} is refused at {self._address}: {told.line.rstrip('.')}{also}"
+        raise Failed("invalid", line)
 
     def _body(self, request: Request) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
@@ -214,7 +256,8 @@ def _trust(tls: TLS | None) -> ssl.SSLContext:
 def _refused(status: int, body: bytes) -> Failed:
     text = body.decode(errors="replace")
     try:
-        error = json.loads(text)["error"]
+        told = json.loads(text)
+        error = told["detail"] if "detail" in told else told["error"]  # the former: FastAPI's own
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         pass  # in words of its own

@@ -40,16 +40,19 @@ class Watch:
 
     async def settled(self) -> Page | None:
         """The page once it stands still; None if it cannot be read."""
-        return await self._settle(lambda _: False)
+        return await self._settle(lambda _: False, patient=False)
 
     async def counts(self, before: Page, expected: Group) -> ServerCounts | None:
-        """What happened since `before`, as soon as it is what the caller counted, or once the page stands still."""
+        """What happened since `before`, as soon as it is what the caller counted, or once the page stands still.
+
+        None if it could not be read within some seconds.
+        """
 
         def complete(page: Page) -> bool:
             told = self._between(before, page)
             return (told.requests, told.output_tokens) == (expected.requests, expected.output_tokens)
 
-        after = await self._settle(complete)
+        after = await self._settle(complete, patient=True)
         self._restarted = self._restarted or (after is not None and self._fell(before, after))
         return None if after is None else self._between(before, after)
 
@@ -75,17 +78,18 @@ class Watch:
         """Those of the task that runs `sample`, or ran it last, so far."""
         return tuple(self._samples)
 
-    async def _settle(self, complete: Callable[[Page], bool]) -> Page | None:
+    async def _settle(self, complete: Callable[[Page], bool], *, patient: bool) -> Page | None:
+        """`patient`: look again for one that cannot be read."""
         end = time.perf_counter() + _PATIENCE
         page = await self._page()
         changed = time.perf_counter()
-        while page is not None and not complete(page):
+        while patient if page is None else not complete(page):
             now = time.perf_counter()
-            if now - changed > _STILL or now > end:
+            if now > end or (page is not None and now - changed > _STILL):
                 break
             await asyncio.sleep(_LOOK)
             following = await self._page()
-            if following is None or self._state(following) != self._state(page):
+            if page is None or following is None or self._state(following) != self._state(page):
                 page, changed = following, time.perf_counter()
         return page
 

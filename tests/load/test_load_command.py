@@ -9,6 +9,8 @@ import csv
 import json
 import signal
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,35 @@ def test_what_cannot_be_run_is_one_line_and_leaves_nothing(
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
         assert says in done.stderr
         assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_a_server_of_openais_interface_lacks_is_refused_before_the_run(
+    scenario: Path, tmp_path: Path
+) -> None:
+    class Lacking(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, {"data": [{"id": "llm"}]})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.answer(404, {"error": {"message": "The model `nobody` does not exist."}})
+
+        def answer(self, status: int, told: object) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(told).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Lacking) as foreign:
+        threading.Thread(target=foreign.serve_forever, args=(0.01,), daemon=True).start()
+        where = ["--target", "openai", "--url", f"http://127.0.0.1:{foreign.server_port}", "--model", "nobody"]
+        done = load(str(scenario), *where, "--out", "out", cwd=tmp_path)
+        foreign.shutdown()
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1), done.stderr
+    assert "HTTP 404: The model `nobody` does not exist; it lists llm" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_lists_hold_what_can_be_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Locust patches the process that imports it, so it must never be imported by a te
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,14 +14,31 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenstream_loadtest.results import Run, read_run
+from unit.scripted_triton import Script, ScriptedCall, ScriptedTriton, answer, inputs, token
 from waiting import eventually
 
 LOADTEST = Path(__file__).parents[2] / "loadtest"
 LOCUSTFILE = LOADTEST / "locustfile.py"
 WAIT = 90.0  # seconds; no run comes near it unless it hangs
 _QUICK = ("--max-tokens", "8", "--metrics-url", "none", "--drain", "20", "--only-summary")
+
+WORDS = ("one", "two", "three", "four")
+Serve = Callable[..., ScriptedTriton]
+
+
+def introduced(script: Script) -> Script:
+    """The same to users, from a server that also says of itself what a driver asks before a test."""
+
+    def both(request: Any, call: ScriptedCall) -> Iterator[Any]:
+        if inputs(request).get("operation") == "info":
+            yield token(0, json.dumps({"model": "scripted"}), final=True, finish_reason="stop")
+        else:
+            yield from script(request, call)
+
+    return both
 
 
 def workers(count: int) -> tuple[str, ...]:
@@ -95,3 +113,26 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+def paced(*words: str, gap: float = 0.05) -> Script:
+    """Tokens with a pause before each, unless the caller leaves."""
+    plain = answer(*words)
+
+    def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
+        for response in plain(request, call):
+            if call.over.wait(gap):
+                return
+            yield response
+
+    return script
+
+
+def is_asked(request: Any) -> bool:
+    """Whether a user asked, and not a driver who is there."""
+    return bool(request.id.startswith("locust-"))
+
+
+def asked(server: ScriptedTriton) -> list[Any]:
+    """What users have asked so far."""
+    return list(filter(is_asked, server.requests))

@@ -35,14 +35,14 @@ LEVEL = {
     "load": "4 at once", "repeats": 1, "valid": True, "requests": 41, "ok": 40, "errors": 1,
     "tokens_per_second": 612.5, "goodput": 3.98, **POINTS, "ttft_p99": 1.234, "itl_p99": None, "lag_p99": 0.0004,
     "generator_cores": 0.08, "server_cores": 1.6, "others_cores": 0.0, "overhead_per_token": 84e-6,
-    "ttft_apart": 0.0312, "itl_apart": -0.004,
 }  # fmt: skip
+CLOCKS = {"load": "4 at once", "ttft_seconds": 0.0024, "ttft_share": 0.0312, "itl_share": -0.004, "of_limit": 0.24}
 MET = {"name": "ttft_p95", "load": "4 at once", "value": 0.312, "limit": 0.5, "met": True}
 MISSED = {"name": "errors", "load": "4 at once", "value": 0.0244, "limit": 0.01, "met": False}
 SUMMARY: dict[str, Any] = {
     "event": "summary", "scenario": "quick", "title": "Quick", "valid": True, "met": True, "interrupted": False,
     "levels": [LEVEL], "objectives": [MET], "search": None,
-    "errors": [], "stalls": [], "reading": None, "flaws": [], "notes": [],
+    "errors": [], "stalls": [], "clocks": CLOCKS, "reading": None, "flaws": [], "notes": [],
     "files": {"json": "there/run.json", "csv": "there/run.csv", "html": "there/report.html"},
 }  # fmt: skip
 
@@ -195,7 +195,7 @@ def test_a_summary_is_a_table_with_verdicts_overhead_and_files(package: Path) ->
     assert "4 at once 40 1 612 3.98 12.5 12.5 1234 12.5 12.5 - 0.4" in lines
     assert "met ttft_p95 at 4 at once: 312 ms, limit 500 ms" in lines
     assert "generator: 0.08 cores at 4 at once, 84 us per token, 5% of the server's CPU" in lines
-    assert "beside the server's own clocks: mean TTFT +3.1%, mean ITL -0.4% at 4 at once" in lines
+    assert "beside the server's own clocks: mean TTFT +2.4 ms (+3.1%), mean ITL -0.4% at 4 at once" in lines
     assert lines[-4:] == ["valid", "json there/run.json", "csv there/run.csv", "html there/report.html"]
     assert result.stderr == "4 at once: 12 sent, 8 ended, 1 errors, 150 tokens/s, 18 s left\n"
 
@@ -219,9 +219,10 @@ def test_a_missed_objective_is_code_1_and_says_value_and_limit(package: Path) ->
 
 def test_an_invalid_run_is_code_1_and_says_why(package: Path) -> None:
     flaw = "4 at once: the generator \x1b[2Jitself was late"
-    bare = {key: None for key in LEVEL if key.endswith(("_cores", "_token", "_apart"))}
+    bare = {key: None for key in LEVEL if key.endswith(("_cores", "_token"))}
     levels = [{**LEVEL, "load": "[bold]\x1b[2J", "repeats": 3, "valid": False, **bare}]
-    child(package, saying({**SUMMARY, "valid": False, "flaws": [flaw], "notes": ["a note"], "levels": levels}))
+    told = {**SUMMARY, "valid": False, "flaws": [flaw], "notes": ["a note"], "levels": levels, "clocks": None}
+    child(package, saying(told))
     result = run("quick")
     assert result.exit_code == 1
     assert "not valid: 4 at once: the generator [2Jitself was late\nnote: a note\nNOT VALID" in result.stdout

@@ -1,4 +1,4 @@
-"""A run's files are there as a whole or not at all."""
+"""All of a run's files are there as a whole, or none is."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def test_a_full_disk_leaves_what_was_there_and_is_told_with_the_files_name(
         write_files(RUN, tmp_path)
     assert error.value.filename == str(tmp_path / "report.html")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"run.json": "an older one"}
+
+
+def test_a_file_that_cannot_be_replaced_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("an older one")
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        write_files(RUN, tmp_path)
+    assert error.value.filename == str(tmp_path / "report.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run.json"]
+    assert (tmp_path / "run.json").read_text() == "an older one"
 
 
 def test_a_folder_that_holds_a_run_is_left_alone_and_the_next_free_one_taken(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +25,7 @@ from tokenstream_loadtest.under_locust.wire import (
     Cut,
     Finish,
     Finished,
+    Looked,
     Open,
     Opened,
     Order,
@@ -30,6 +33,8 @@ from tokenstream_loadtest.under_locust.wire import (
     order_line,
     read_report,
 )
+from tokenstream_loadtest.watch import PERIOD
+from unit.locust_runs import free_port, introduced
 from unit.scripted_triton import ScriptedCall, ScriptedTriton, answer, failure, token
 
 ROOT = Path(__file__).parents[2]
@@ -92,12 +97,46 @@ def triton() -> Iterator[Any]:
     open_now: list[ScriptedTriton] = []
 
     def start(script: Any) -> ScriptedTriton:
-        open_now.append(ScriptedTriton(script, workers=16))
+        open_now.append(ScriptedTriton(introduced(script), workers=16))
         return open_now[-1]
 
     yield start
     for one in open_now:
         one.close()
+
+
+class Metrics(ThreadingHTTPServer):
+    """A metrics page of a model that has had `requests`; `looks`: how often somebody read it."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Metrics)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/metrics"
+        self.looks = self.requests = 0
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        super().__exit__(*error)
+
+
+class _Metrics(BaseHTTPRequestHandler):
+    server: Metrics
+
+    def do_GET(self) -> None:
+        self.server.looks += 1
+        self.send_response(200)
+        self.end_headers()
+        labels = 'model="llm",version="1",instance="llm_0_0"'
+        lines = (
+            f"llm_num_requests_running{{{labels}}} 0",
+            f"llm_generation_tokens_total{{{labels}}} {self.server.requests}",
+        )
+        self.wfile.write("\n".join([*lines, ""]).encode())
+
+    def log_message(self, *args: object) -> None:
+        """Nothing: the test's output is its own."""
 
 
 def question(**more: Any) -> Request:
@@ -119,19 +158,12 @@ def test_requests_are_asked_at_once_and_answered_in_their_own_order(driver, trit
 
     def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
         calls.append(call)
-        if len(calls) < 4:  # the driver's own question is the first
-            while len(calls) < 4:
-                if call.over.wait(0.01):
-                    return
+        while len(calls) < 4:
+            if call.over.wait(0.01):
+                return
         yield from answer("a")(request, call)
 
-    def guarded(request: Any, call: ScriptedCall) -> Iterator[Any]:
-        if request.id.startswith("locust-"):
-            yield from script(request, call)
-        else:
-            yield failure("nothing to tell [request=x tokens=0 code=UNIMPLEMENTED]")
-
-    driver.open(triton(guarded).url)
+    driver.open(triton(script).url)
     now = time.perf_counter()
     for number in (5, 6, 7, 8):
         driver.tell(Ask(number, question(), now))
@@ -140,11 +172,8 @@ def test_requests_are_asked_at_once_and_answered_in_their_own_order(driver, trit
 
 def test_it_ends_when_the_other_side_is_gone_and_leaves_its_requests(driver, triton):
     def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
-        if request.id.startswith("locust-"):
-            yield token(0, "a", 1)
-            call.over.wait(WAIT)
-        else:
-            yield failure("nothing to tell [request=x tokens=0 code=UNIMPLEMENTED]")
+        yield token(0, "a", 1)
+        call.over.wait(WAIT)
 
     server = triton(script)
     driver.open(server.url)
@@ -159,10 +188,8 @@ def test_it_ends_when_the_other_side_is_gone_and_leaves_its_requests(driver, tri
 
 def test_what_is_cut_is_answered_as_a_timeout(driver, triton):
     def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
-        if request.id.startswith("locust-"):
-            call.over.wait(WAIT)
-        else:
-            yield failure("nothing to tell [request=x tokens=0 code=UNIMPLEMENTED]")
+        call.over.wait(WAIT)
+        yield from ()
 
     driver.open(triton(script).url)
     for number in (1, 2):
@@ -173,15 +200,12 @@ def test_what_is_cut_is_answered_as_a_timeout(driver, triton):
     assert isinstance(driver.hear(), Finished)
 
 
-def test_a_server_that_is_not_there_shows_in_the_records(driver):
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        url = f"127.0.0.1:{one.getsockname()[1]}"
-    assert not driver.open(url).error
-    driver.tell(Ask(1, question(), time.perf_counter()))
-    record = driver.answers(1)[1].record
-    assert record.outcome == "connection"
-    assert "\n" not in record.error
+@pytest.mark.parametrize("target", ["tokenstream", "openai"])
+def test_a_server_that_is_not_there_is_no_server_to_test(driver, target):
+    address = f"127.0.0.1:{free_port()}"
+    opened = driver.open(f"http://{address}" if target == "openai" else address, target)
+    assert "cannot connect" in opened.error or "connect" in opened.error
+    assert "\n" not in opened.error
 
 
 @pytest.mark.parametrize(("target", "url"), [("fax", "127.0.0.1:1"), ("openai", "127.0.0.1:1")])
@@ -191,10 +215,46 @@ def test_what_cannot_be_asked_is_said_in_one_line(driver, target, url):
     assert "\n" not in opened.error
 
 
+def test_whatever_a_server_says_in_place_of_itself_ends_the_test_before_it_begins(driver, triton):
+    def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
+        yield failure("internal: no weights [request=x tokens=0 code=INTERNAL]")
+
+    server = triton(script)
+    server.script = script  # without the introduction
+    assert "no weights" in driver.open(server.url).error
+
+
+def test_the_metrics_page_is_left_alone_as_soon_as_the_test_is_counted(driver, triton):
+    with Metrics() as page:
+        driver.tell(Open("tokenstream", triton(answer("a")).url, "llm", metrics_url=page.url, number=1))
+        assert isinstance(driver.hear(), Opened)
+        assert isinstance(driver.hear(), Looked)
+        driver.tell(Count(Group()))
+        while not isinstance(report := driver.hear(), Counted):
+            assert isinstance(report, Looked)
+        looks = page.looks
+        time.sleep(2.5 * PERIOD)  # that nothing comes has no event
+        assert page.looks == looks
+
+
 def test_a_server_without_a_metrics_page_has_no_counts(driver, triton):
     driver.open(triton(answer("a")).url)
     driver.tell(Count(Group()))
     assert driver.hear() == Counted(None)
+
+
+def test_a_server_that_was_started_anew_is_told_with_its_counts(driver, triton):
+    with Metrics() as page:
+        page.requests = 7
+        driver.tell(Open("tokenstream", triton(answer("a")).url, "llm", metrics_url=page.url, number=1))
+        assert isinstance(driver.hear(), Opened)
+        page.requests = 0
+        driver.tell(Count(Group()))
+        while isinstance(report := driver.hear(), Looked):
+            pass
+        assert isinstance(report, Counted)
+        assert report.restarted
+        assert not report.lost
 
 
 def test_a_line_that_is_no_report_is_refused_in_one_line():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tokenstream_loadtest.results import Stage
-from tokenstream_loadtest.under_locust.options import Choices, add_options
+from tokenstream_loadtest.under_locust.options import Choices, add_options, check_report
 
 
 def read(*arguments: str, host: str | None = None) -> Choices:
@@ -87,3 +88,21 @@ def test_what_the_web_page_sends_as_text_is_read_too():
     options.seed, options.rate, options.max_tokens = "3", "2.5", "9"
     choices = Choices.read(options, None)
     assert (choices.seed, choices.stage) == (3, Stage(arrivals="poisson", rate=2.5))
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_run(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for wanted in (tmp_path / "file", tmp_path / "file" / "within", Path("/proc/nowhere")):
+        with pytest.raises(ValueError, match="--report cannot be written: ") as caught:
+            check_report(str(wanted))
+        assert str(wanted) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_looking_whether_a_report_can_be_written_leaves_nothing_and_takes_nothing(tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "run.json").write_text("{}")
+    for wanted in (tmp_path / "a" / "b", tmp_path / "there"):
+        check_report(str(wanted))
+    check_report("")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there", "run.json"]

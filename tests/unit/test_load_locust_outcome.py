@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tokenstream.load_display import summary_text
 from tokenstream_loadtest.files import write_files
+from tokenstream_loadtest.messages import summarise
 from tokenstream_loadtest.records import Record
-from tokenstream_loadtest.results import Cores, Run, Sample, ServerCounts, read_run
-from tokenstream_loadtest.under_locust.numbers import numbers
+from tokenstream_loadtest.results import Cores, Run, Sample, ServerCounts, Stall, read_run
+from tokenstream_loadtest.under_locust.numbers import Standing, numbers
 from tokenstream_loadtest.under_locust.options import Choices, add_options
-from tokenstream_loadtest.under_locust.outcome import conclude, passes, table
+from tokenstream_loadtest.under_locust.outcome import conclude, passes, text
 from tokenstream_loadtest.under_locust.totals import Counter, Last, Totals
+from tokenstream_loadtest.under_locust.wire import Counted
 
 QUIET = Cores(0.1, 1.0, 0.0, 0.0)
 
@@ -42,16 +45,16 @@ def record(at: float, lag: float = 0.001, outcome: str = "ok", error: str = "") 
     )
 
 
-def run_of(
-    *records: Record, slo: tuple[str, ...] = (), counts: ServerCounts | None = None, last: Last | None = None
-) -> Run:
+def run_of(*records: Record, slo: tuple[str, ...] = (), counts: Counted | None = None, last: Last | None = None) -> Run:
     wanted = choices("--metrics-url", "none", *(part for one in slo for part in ("--slo", one)))
     counter, totals = Counter(1, 0.0, wanted.objectives), Totals(1, wanted.objectives)
     for one in records:
         counter.add(one)
     totals.add("local", counter.part(0, last or Last(0.1, {})))
     totals.see_users(3)
-    return conclude(totals, wanted, QUIET, counts, server={"model": "tiny"}, shape="", told=("a note",))
+    return conclude(
+        totals, wanted, QUIET, counts or Counted(None), server={"model": "tiny"}, shape="", told=("a note",)
+    )
 
 
 def test_a_run_holds_what_was_asked_and_measured():
@@ -70,7 +73,7 @@ def test_an_objective_decides(slo, ok):
     run = run_of(*(record(at) for at in range(10)), slo=(slo,))
     assert run.measurements[0].flaws == ()
     assert passes(run, ignore_flaws=False) is ok
-    assert ("met    " if ok else "MISSED ") + slo in table(run)
+    assert f"{'met   ' if ok else 'MISSED'}  ttft_p95 at 3 at once: 100 ms, limit" in text(run, {})
 
 
 def test_a_late_generator_fails_unless_nobody_minds():
@@ -78,7 +81,8 @@ def test_a_late_generator_fails_unless_nobody_minds():
     assert "the generator itself was late" in run.measurements[0].flaws[0]
     assert not passes(run, ignore_flaws=False)
     assert passes(run, ignore_flaws=True)
-    assert "flaw: the generator itself was late" in table(run)
+    assert "not valid: 3 at once: the generator itself was late" in text(run, {})
+    assert "NOT VALID" in text(run, {})
 
 
 def test_a_flaw_that_a_worker_tells_fails():
@@ -87,9 +91,22 @@ def test_a_flaw_that_a_worker_tells_fails():
 
 
 def test_counts_that_disagree_with_the_server_are_a_flaw():
-    counts = ServerCounts(1, 0, 9, None, None, None, 0, None)
+    counts = Counted(ServerCounts(1, 0, 9, None, None, None, 0, None))
     run = run_of(record(0.0), counts=counts)
     assert "the server counted 9 output tokens, the generator 2" in run.measurements[0].flaws
+
+
+@pytest.mark.parametrize(
+    ("counted", "flaw"),
+    [
+        (Counted(None, lost=True), "the server's metrics page could be read at the begin and not at the end"),
+        (Counted(None, restarted=True), "the server was started anew"),
+    ],
+)
+def test_a_server_that_is_gone_or_another_one_in_the_end_is_a_flaw(counted, flaw):
+    (measurement,) = run_of(record(0.0), counts=counted).measurements
+    assert any(line.startswith(flaw) for line in measurement.flaws)
+    assert measurement.notes == ("a note",)
 
 
 def test_the_busiest_event_loop_is_judged_and_not_the_sum_of_all():
@@ -97,17 +114,36 @@ def test_the_busiest_event_loop_is_judged_and_not_the_sum_of_all():
     assert "the generator was at its limit: it used 0.95 of one core" in run.measurements[0].flaws
 
 
-def test_the_table_shows_each_error_and_no_measured_nothing():
-    text = table(run_of(record(0.0), record(0.5, outcome="overloaded", error="no room"), slo=("errors=10%",)))
-    assert "1 ok, 1 overloaded" in text
-    assert "overloaded: no room" in text
-    assert "MISSED errors=10%: 50 %" in text
-    assert "\nqueue " not in text
+def test_the_terminal_shows_each_error_and_no_measured_nothing():
+    told = text(run_of(record(0.0), record(0.5, outcome="overloaded", error="no room"), slo=("errors=10%",)), {})
+    assert "1 ok, 1 overloaded" in told
+    assert "1 overloaded: no room" in told
+    assert "MISSED  errors at 3 at once: 50.00%, limit 10.00%" in told
+    assert "\nqueue " not in told
+
+
+def test_the_terminal_tells_what_tokenstream_load_does():
+    last = Last(0.1, {}, (Stall(0.3, 1.9),))
+    run = run_of(record(0.0), last=last, counts=Counted(ServerCounts(1, 0, 2, 0.09, 0.1, None, 0, None)))
+    told = text(run, {"json": Path("there/run.json")})
+    assert told.endswith(summary_text(summarise(run, {"json": Path("there/run.json")})))
+    for line in (
+        "1 stall, the longest 1.9 s, at 3 at once",
+        "note: 3 at once: a note",
+        "generator: 0.10 cores at 3 at once",
+        "10% of the server's CPU",
+        "beside the server's own clocks: mean TTFT",
+        "\nvalid\n",
+        "there/run.json",
+    ):
+        assert line in told
+    for metric in ("ttft", "itl", "tpot", "e2e", "lag"):
+        assert f"\n{metric} " in told
 
 
 def test_nothing_measured_is_told_and_fails():
     run = run_of(slo=("ttft_p95=1s",))
-    assert "nothing ended" in table(run)
+    assert "nothing ended" in text(run, {})
     assert not passes(run, ignore_flaws=True)
 
 
@@ -122,22 +158,39 @@ def test_all_files_are_written_and_can_be_read_back(tmp_path: Path):
     assert all(path.stat().st_size for path in paths.values())
     again = read_run(paths["json"])
     assert again.measurements[0].all.outcomes == {"ok": 2}
-    assert table(again) == table(run)
+    assert text(again, paths) == text(run, paths)
 
 
 def test_the_page_has_numbers_before_within_and_of_a_test():
-    assert numbers(None)["points"] == []
+    running = Standing("running")
+    assert numbers(None, Standing())["points"] == []
     totals, counter = Totals(1, ()), Counter(1, 0.0, ())
-    assert json.dumps(numbers(totals))
+    assert json.dumps(numbers(totals, running))
     for at in range(900):
         counter.add(record(float(at)))
         totals.samples.append(Sample(float(at), at, 0, 0.0, 0.0, 0.0, None))
         totals.mark(float(at), at)
     totals.add("local", counter.part(0))
-    told = numbers(totals)
+    told = numbers(totals, running)
     for key in ("points", "tokens", "samples"):
         assert 200 <= len(told[key]) <= 400
     assert told["points"][-1]["at"] == told["samples"][-1][0] == 899.0
     assert told["rows"][0] == {"metric": "TTFT", "p50": pytest.approx(100, rel=2e-3)} | {
         key: pytest.approx(100, rel=2e-3) for key in ("p95", "p99", "max")
     } | {"count": 900}
+
+
+def test_the_page_says_why_a_test_could_not_begin_and_what_came_of_one():
+    refused = numbers(None, Standing("refused", "unknown model: 'x'"))["standing"]
+    assert (refused["state"], refused["why"]) == ("refused", "unknown model: 'x'")
+    over = json.loads(json.dumps(numbers(Totals(1, ()), Standing("over", "", ("late",), "a/report.html"))))["standing"]
+    assert (over["flaws"], over["report"]) == (["late"], "a/report.html")
+
+
+def test_an_objective_is_neither_met_nor_missed_before_a_request_has_ended():
+    wanted = choices("--slo", "ttft_p95=50ms").objectives
+    totals, counter = Totals(1, wanted), Counter(1, 0.0, wanted)
+    assert [one["met"] for one in numbers(totals, Standing("running"))["objectives"]] == [None]
+    counter.add(record(0.0))
+    totals.add("local", counter.part(0))
+    assert [one["met"] for one in numbers(totals, Standing("running"))["objectives"]] == [False]

@@ -223,6 +223,22 @@ def test_without_a_metrics_page_there_are_no_numbers_of_the_server(server):
     assert measured.notes == (f"the server's own numbers are missing: {page} could not be read",)
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_server_whose_page_is_gone_at_the_end_is_a_flaw(server, monkeypatch, comes_back):
+    class Dying(Watch):
+        async def settled(self) -> Page:
+            return Page([])
+
+        async def counts(self, before: Page, expected: Group) -> ServerCounts | None:
+            return counted(requests=3, input_tokens=6, output_tokens=9, ttft=None) if comes_back else None
+
+    monkeypatch.setattr(bench, "Watch", Dying)
+    (measured,) = go(plan(server, ONE, metrics_url="http://127.0.0.1:9/metrics")).measurements
+    gone = [flaw for flaw in measured.flaws if "could be read at the begin and not at the end" in flaw]
+    assert len(gone) == (0 if comes_back else 1)
+    assert measured.notes == ()
+
+
 # --- whether it can be trusted
 
 
@@ -282,6 +298,7 @@ def test_a_measurement_on_which_both_sides_agree_has_no_flaw():
         (judged(measured(*TWO), requests=1), "the server counted 1 requests, the generator 2"),
         (judged(measured(*TWO), output_tokens=5), "the server counted 5 output tokens, the generator 4"),
         (judged(measured(*TWO), input_tokens=5), "the server counted 5 input tokens, the generator 14"),
+        (judged(measured(*TWO), output_tokens=5, ttft=0.05), "the server counted 5 output tokens"),
         (
             judged(measured(*TWO), ttft=0.05),
             "the mean TTFT from sending is 100 ms here and 50 ms by the server's own clock",
@@ -297,6 +314,14 @@ def test_every_flaw_is_told_in_plain_words(found, words):
 def test_a_server_that_was_started_anew_is_a_flaw_and_its_counts_are_not_compared():
     found = flaws(measured(*TWO), TWO_AT_ONCE, QUIET, counted(output_tokens=1), local=True, restarted=True)
     assert found == ("the server was started anew during the measurement",)
+
+
+def test_a_flaw_of_clocks_says_where_the_difference_lies():
+    (late,) = judged(measured(*TWO), ttft=0.05)
+    where = "in gRPC, Triton's front, the network or this process"
+    assert late.endswith(f": what lies between the two, {where}, is in no number of the server's")
+    (early,) = judged(measured(*TWO), ttft=0.2)
+    assert early.endswith("is 100 ms here and 200 ms by the server's own clock")
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0.1, 0.0915), (0.013, 0.0035), (2.0, 1.85)])

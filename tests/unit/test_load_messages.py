@@ -13,11 +13,12 @@ import pytest
 
 from tokenstream_loadtest import measure as course
 from tokenstream_loadtest.bench import Plan, Progress
-from tokenstream_loadtest.checks import INTERRUPTED
+from tokenstream_loadtest.checks import INTERRUPTED, RESTARTED
 from tokenstream_loadtest.figures import OVER_REPEATS
 from tokenstream_loadtest.measure import measure
 from tokenstream_loadtest.messages import progress, summarise, trial
 from tokenstream_loadtest.records import Record
+from tokenstream_loadtest.report.page import report
 from tokenstream_loadtest.requests import Request
 from tokenstream_loadtest.results import (
     Cores,
@@ -34,6 +35,8 @@ from tokenstream_loadtest.results import (
 from tokenstream_loadtest.shapes import Search
 from tokenstream_loadtest.slo import Objective, good
 from tokenstream_loadtest.tally import Tally
+from unit.invented_runs import measurement_of, run_of
+from unit.invented_runs import record as invented
 
 OBJECTIVE = Objective.parse("ttft_p50=500ms")
 STAGES = (Stage(concurrency=1, seconds=10.0), Stage(concurrency=2, requests=10))
@@ -68,8 +71,7 @@ def measured(stage: Stage, repeat: int, ttft: float, *flaws: str) -> Measurement
         tally.add(record, began=0.0, good=good(record, [OBJECTIVE]))
     tally.add(Record("last", "x", 0.0, 0.0, 1.0, "overloaded", error="full"), began=0.0, good=False)
     cores = Cores(0.1, 1.5, 0.0, 0.0)
-    server = ServerCounts(11, 0, 20, ttft=ttft / 1.25, itl=0.01, queue=None, preemptions=0, prefix_hits=None)
-    return Measurement(stage, repeat, 0.0, 10.0, tally, cores=cores, server=server, flaws=flaws, notes=("a note",))
+    return Measurement(stage, repeat, 0.0, 10.0, tally, cores=cores, flaws=flaws, notes=("a note",))
 
 
 class Bench:
@@ -209,7 +211,6 @@ def test_a_summary_has_one_value_for_each_name_and_judges_all_repeats_together(c
     assert one["itl_p99"] == pytest.approx(0.01, rel=1e-2)
     assert (one["generator_cores"], one["server_cores"]) == (0.1, 1.5)
     assert one["overhead_per_token"] == pytest.approx(0.1 * 10 / 20)
-    assert (one["ttft_apart"], one["itl_apart"]) == pytest.approx((0.25, 0.0))
     first, second = summary["objectives"]
     assert (first["name"], first["load"], first["limit"], first["met"]) == ("ttft_p50", "1 at once", 0.5, True)
     assert (second["load"], second["met"]) == ("2 at once", True)
@@ -229,3 +230,50 @@ def test_errors_and_stalls_are_counted_over_all_repeats(carry: Carry) -> None:
     assert summary["errors"] == [{"kind": "overloaded", "count": 4, "example": "full"}]
     assert summary["stalls"] == [{"load": "2 at once", "count": 2, "longest": 2.5}]
     assert [level["stalls"] for level in summary["levels"]] == [0, 2]
+
+
+def beside(ours: float, theirs: float, repeat: int = 0, **parts: Any) -> Measurement:
+    """Two answers of two tokens, 100 ms apart, by the clocks of a caller and of the server."""
+    counts = ServerCounts(2, 0, 4, ttft=theirs, itl=0.08, queue=None, preemptions=0, prefix_hits=None)
+    return measurement_of([invented([ours, ours + 0.1])] * 2, 1.0, repeat=repeat, **({"server": counts} | parts))
+
+
+def clocks(*measurements: Measurement) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = summarise(run_of(measurements), FILES)["clocks"]
+    return found
+
+
+def test_the_repeat_whose_clocks_are_farthest_apart_is_told_in_seconds_and_shares() -> None:
+    # 30 % of 10 ms is less of a fault than 15 % of 1 s.
+    found = clocks(beside(0.1, 0.1, 0), beside(1.15, 1.0, 1), beside(0.013, 0.01, 2), beside(0.1, 0.1, 3))
+    assert found is not None
+    assert found["load"] == "1 at once, repeat 2"
+    assert found["ttft_seconds"] == pytest.approx(0.15, rel=1e-2)
+    assert found["ttft_share"] == pytest.approx(0.15, rel=1e-2)
+    assert found["itl_share"] == pytest.approx(0.25, rel=1e-2)
+    assert found["of_limit"] == pytest.approx(1.5, rel=1e-2)
+
+
+LEFT = [invented([0.1, 0.2]), invented([0.1, 0.2], outcome="abandoned")]
+RESUMED = [invented([0.1, 0.2]), invented([0.1, 0.2], resumes=1)]
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        measurement_of(LEFT, 1.0, server=beside(1.0, 1.0).server),
+        measurement_of(RESUMED, 1.0, server=beside(1.0, 1.0).server),
+        *(
+            beside(0.1, 0.2, server=ServerCounts(requests, 0, tokens, 0.2, 0.1, None, 0, None))
+            for requests, tokens in ((3, 4), (1, 4), (2, 5))
+        ),
+        beside(0.1, 0.2, flaws=(INTERRUPTED,)),
+        beside(0.1, 0.2, flaws=(RESTARTED,)),
+        beside(0.1, 0.2, server=None),
+    ],
+    ids=["left", "resumed", "others too", "requests lost", "tokens differ", "interrupted", "restarted", "unknown"],
+)
+def test_clocks_are_not_compared_where_their_means_may_be_of_other_requests(one: Measurement) -> None:
+    assert clocks(one) is None
+    words = report(run_of([one]))
+    assert "%)" not in words[words.find("Client and server") : words.find("Cores in use")]

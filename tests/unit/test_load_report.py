@@ -271,6 +271,30 @@ def test_a_count_that_differs_because_callers_left_is_no_fault():
         assert sum("missed" in (span.get("class") or "") for span in page.attributes("span")) == faults
 
 
+def test_clocks_are_told_in_milliseconds_and_percent():
+    counts = ServerCounts(1, 0, 2, ttft=0.08, itl=0.1, queue=None, preemptions=0, prefix_hits=None)
+    words = one_load(measurement_of([record([0.1, 0.2])], 2.0, server=counts)).words
+    assert "100 80 +20.0 (+25.0 %) 100 100 " in words
+
+
+def test_every_tool_that_is_compared_has_its_names_among_the_terms(whole: Run):
+    words = Page(report(whole)).words
+    assert "name meaning vLLM's name AIPerf's name GenAI-Perf's name" in words
+    assert "request goodput goodput request goodput" in words
+
+
+def test_without_a_token_the_generator_has_no_share_of_the_servers_cpu():
+    made = measurement_of([record(outcome="invalid")], 10.0, cores=Cores(0.5, 0.1, 0.0, 0.0))
+    assert "1 at once 0.5 0.1 0 0 – –" in one_load(made).words  # noqa: RUF001
+
+
+def test_tokens_of_others_are_no_fault_of_their_own_beside_the_requests_of_others():
+    counts = ServerCounts(2, 0, 9, ttft=None, itl=None, queue=None, preemptions=0, prefix_hits=None)
+    page = one_load(measurement_of([record([0.1, 0.2])], 2.0, server=counts))
+    assert "1 ≠ 2 2 ≠ 9" in page.words
+    assert sum("missed" in (span.get("class") or "") for span in page.attributes("span")) == 1
+
+
 def test_the_generators_own_cost_is_told_per_token():
     made = measurement_of([record([0.1], tokens=[500])], 10.0, cores=Cores(0.01, 2.0, 0.0, 0.0))
     assert "1 at once 0.01 2 0 0 200 0.5 %" in one_load(made).words

@@ -1,4 +1,5 @@
-"""OpenAI's interface against a scripted server: what is sent, what counts as a token, how answers and callers end."""
+"""OpenAI's interface against a scripted server: what is sent, what counts as a token, how answers and callers end,
+and which models are refused before anything is measured."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tokenstream_loadtest import target_openai
 from tokenstream_loadtest.requests import Message, Request
 from tokenstream_loadtest.targets import Failed, Seen, TargetOptions, open_target
 
@@ -154,6 +156,7 @@ def test_events_are_read_however_they_are_cut():
         (answered(503, "busy\nnow"), "overloaded", "HTTP 503: busy now"),
         (answered(401, '{"error": "who?"}'), "unauthorized", "HTTP 401: who?"),
         (answered(400, "{}"), "invalid", "HTTP 400: {}"),
+        (answered(400, '{"detail": "pinned to another"}'), "invalid", "HTTP 400: pinned to another"),
         (answered(500, "oh"), "internal", "HTTP 500: oh"),
         (events(text("a"), done=False), "incomplete", "the stream ended without [DONE]"),
         (events(text("a"), b"{"), "internal", "is not of this interface: b'{'"),
@@ -186,3 +189,114 @@ def test_a_caller_of_openais_interface_that_leaves_hangs_up(after):
     seen, _ = ask_http(endless_text, request(abandon_after=after))
     assert seen.unwanted
     assert sum(seen.tokens) == after
+
+
+# --- which models there are
+
+CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+NO_SUCH = '{"error": {"message": "The model `m` does not exist."}}'
+ONE_TOKEN = events(text("a", "length"))
+MISSING = answered(404, "Not Found")
+
+
+async def stay_silent(got: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
+
+
+def listing(*names: str) -> Handler:
+    return answered(200, json.dumps({"object": "list", "data": [{"id": name, "owned_by": "us"} for name in names]}))
+
+
+def describe(**paths: Handler) -> tuple[dict[str, str], list[tuple[str, dict[str, Any]]]]:
+    """What a server says of the model "m" with such answers to `models`, `chat` and `text`; what it was asked."""
+    handlers = {"/v1/models": paths["models"], CHAT_PATH: paths.get("chat"), TEXT_PATH: paths.get("text")}
+    asked: list[tuple[str, dict[str, Any]]] = []
+    stops: list[Callable[[], None]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+        body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
+        path = lines[0].split()[1]
+        asked.append((path, body))
+        try:
+            await (handlers[path] or MISSING)({"stop": stops[0]}, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def main() -> dict[str, str]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        stops.append(server.close)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with asyncio.timeout(WAIT), open_target("openai", url, "m") as target:
+            try:
+                return await target.describe()
+            finally:
+                server.close()
+
+    return asyncio.run(main()), asked
+
+
+def test_a_model_that_is_listed_is_described_and_asked_for_nothing():
+    found, asked = describe(models=listing("other", "m"), chat=MISSING)
+    assert found == {"id": "m", "owned_by": "us"}
+    assert [path for path, _ in asked] == ["/v1/models"]
+
+
+@pytest.mark.parametrize("models", [listing("other"), listing(), MISSING, answered(200, "none"), answered(200, "[]")])
+@pytest.mark.parametrize(
+    ("chat", "asks"), [(ONE_TOKEN, [CHAT_PATH]), (answered(400, "no template"), [CHAT_PATH, TEXT_PATH])]
+)
+def test_a_model_that_is_not_listed_is_there_if_it_answers_one_token_in_a_chat_or_as_text(models, chat, asks):
+    found, asked = describe(models=models, chat=chat, text=ONE_TOKEN)
+    assert found == {}
+    assert [path for path, _ in asked[1:]] == asks
+    assert {(body["model"], body["max_tokens"]) for _, body in asked[1:]} == {("m", 1)}
+
+
+@pytest.mark.parametrize(
+    ("models", "chat", "text", "outcome", "line"),
+    [
+        (listing("llm"), answered(404, NO_SUCH), answered(404, NO_SUCH), "invalid",
+         "HTTP 404: The model `m` does not exist; it lists llm"),
+        (MISSING, MISSING, answered(404, NO_SUCH), "invalid", "HTTP 404: The model `m` does not exist"),
+        (listing(), answered(400, '{"detail": "pinned"}'), MISSING, "invalid", "HTTP 400: pinned; it lists no model"),
+        (listing("llm"), answered(500, "oh"), answered(500, "oh"), "invalid", "HTTP 500: oh; it lists llm"),
+        (answered(401, "who?"), answered(401, "who?"), answered(401, "who?"), "unauthorized", "HTTP 401: who?"),
+    ],
+)  # fmt: skip
+def test_a_model_that_a_server_does_not_have_is_refused_in_its_words(models, chat, text, outcome, line):
+    with pytest.raises(Failed) as error:
+        describe(models=models, chat=chat, text=text)
+    assert error.value.outcome == outcome
+    assert error.value.line.endswith(line)
+
+
+@pytest.mark.parametrize(
+    "chat", [answered(500, "oh"), answered(503, "full"), answered(429, "full"), events(), stay_silent]
+)
+def test_a_server_that_fails_is_not_taken_for_one_without_the_model(chat, monkeypatch):
+    monkeypatch.setattr(target_openai, "_HELLO_SECONDS", 0.2)
+    assert describe(models=MISSING, chat=chat)[0] == {}
+
+
+def test_a_server_that_leaves_before_it_is_asked_is_no_connection():
+    async def leave(got: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        got["stop"]()
+        await listing("other")(got, writer)
+
+    with pytest.raises(Failed) as error:
+        describe(models=leave)
+    assert error.value.outcome == "connection"
+
+
+def test_a_server_that_is_not_there_is_no_connection():
+    async def main() -> None:
+        async with open_target("openai", "http://127.0.0.1:1", "m") as target:
+            await target.describe()
+
+    with pytest.raises(Failed) as error:
+        asyncio.run(main())
+    assert error.value.outcome == "connection"

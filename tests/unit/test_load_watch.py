@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tokenstream_loadtest import host
+from tokenstream_loadtest import watch as watching
 from tokenstream_loadtest.host import Meter, descendants, describe_machine, host_and_port, is_here, listener
 from tokenstream_loadtest.results import Sample, ServerCounts
 from tokenstream_loadtest.tally import Group
@@ -146,6 +147,35 @@ def test_counts_that_never_agree_are_taken_once_the_page_stands_still(pages):
     assert counts is not None
     assert (counts.requests, counts.output_tokens) == (6, 80)
     assert seconds > 1.2
+
+
+def test_a_page_that_cannot_be_read_for_a_moment_is_asked_again(pages):
+    async def main() -> ServerCounts | None:
+        watch = Watch(pages.url, "llm")
+        pages.show(**BEFORE)
+        before = await watch.settled()
+        assert before is not None
+        pages.text = ""  # an error of the server
+        pages.later(3, **AFTER)
+        return await watch.counts(before, told(6, 80))
+
+    counts = asyncio.run(main())
+    assert counts is not None
+    assert counts.output_tokens == 80
+
+
+def test_a_page_that_never_comes_back_gives_no_counts(pages, monkeypatch):
+    monkeypatch.setattr(watching, "_PATIENCE", 0.3)
+
+    async def main() -> ServerCounts | None:
+        watch = Watch(pages.url, "llm")
+        pages.show(**BEFORE)
+        before = await watch.settled()
+        assert before is not None
+        pages.text = ""
+        return await watch.counts(before, told(6, 80))
+
+    assert asyncio.run(main()) is None
 
 
 def test_a_page_without_the_model_by_that_name_is_taken_whole(pages):

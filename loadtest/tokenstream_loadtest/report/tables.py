@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .. import figures
+from ..checks import alike, comparable
 from ..figures import NOTHING, Figure, Judged, Level, Spread, duration, latency, milliseconds, number, together
 from ..histograms import Histogram
 from ..records import PLANNED
-from ..results import Run, ServerCounts
+from ..results import Measurement, Run
 from ..slo import ERRORS
 from ..tally import Group
 from .markup import Child, Markup, join, tag
@@ -44,12 +45,13 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A metric in one line, with the names that two other tools have for it ("" if they have none)."""
+    """A metric in one line, with the names that three other tools have for it ("" if they have none)."""
 
     name: str
     meaning: str
     vllm: str
     aiperf: str
+    genai_perf: str
 
 
 TERMS = (
@@ -58,26 +60,47 @@ TERMS = (
         "from when a request was due to be sent to its first response with tokens",
         "ttft",
         "time to first token",
+        "time to first token",
     ),
-    Term("ITL", "from one response with tokens to the next of the same answer", "itl", "inter-chunk latency"),
+    Term(
+        "ITL",
+        "from one response with tokens to the next of the same answer",
+        "itl",
+        "inter-chunk latency",
+        "only in its plots",
+    ),
     Term(
         "TPOT",
         "of one answer: the time behind its first response, by the tokens that came in it",
         "tpot",
         "inter-token latency",
+        "inter-token latency",
     ),
-    Term("End to end", "from when a request was due to be sent to the end of its answer", "e2el", "request latency"),
-    Term("Queue", "how long the server says that the request waited for a seat", "", ""),
-    Term("Lag", "how late the generator sent a request that was due", "", "replay sched lag"),
+    Term(
+        "End to end",
+        "from when a request was due to be sent to the end of its answer",
+        "e2el",
+        "request latency",
+        "request latency",
+    ),
+    Term("Queue", "how long the server says that the request waited for a seat", "", "", ""),
+    Term("Lag", "how late the generator sent a request that was due", "", "replay sched lag", ""),
     Term(
         "Tokens/s",
         "output tokens, by all of the time from begin to the last end",
         "output throughput",
         "output token throughput",
+        "output token throughput",
     ),
-    Term("Requests/s", "requests that were answered, by the same time", "request throughput", "request throughput"),
-    Term("Goodput", "requests/s that met every objective themselves", "request goodput", "goodput"),
-    Term("Percentile", "p95 is the value that 95 % do not exceed, off by 0.1 % at most", "percentiles", "p95"),
+    Term(
+        "Requests/s",
+        "requests that were answered, by the same time",
+        "request throughput",
+        "request throughput",
+        "request throughput",
+    ),
+    Term("Goodput", "requests/s that met every objective themselves", "request goodput", "goodput", "request goodput"),
+    Term("Percentile", "p95 is the value that 95 % do not exceed, off by 0.1 % at most", "percentiles", "p95", "p95"),
 )
 
 
@@ -177,7 +200,7 @@ def groups(levels: Sequence[Level], prefix: str, title: str) -> Markup | None:
 def agreement(levels: Sequence[Level]) -> Markup | None:
     """What the client counted beside what the server's metrics say; None without any."""
     rows = [
-        [level.named(measurement), *_agreement(measurement.all, measurement.server)]
+        [level.named(measurement), *_agreement(measurement)]
         for level in levels
         for measurement in level.measurements
         if measurement.server is not None
@@ -200,11 +223,10 @@ def processors(levels: Sequence[Level]) -> Markup | None:
     for level in levels:
         for measurement in level.measurements:
             if (cores := measurement.cores) is not None:
-                share = _share(cores.generator / cores.server) if cores.server else NOTHING
+                cost = figures.overhead(measurement)  # None if no tokens came: then there is nothing to share
+                share = _share(cores.generator / cores.server) if cores.server and cost is not None else NOTHING
                 used = [number(value) for value in (cores.generator, cores.server, cores.others, cores.stolen)]
-                rows.append(
-                    [level.named(measurement), *used, figures.OVERHEAD.text(figures.overhead(measurement)), share]
-                )
+                rows.append([level.named(measurement), *used, figures.OVERHEAD.text(cost), share])
     head = [
         ("", ["load"]),
         ("Cores used by", ["generator", "server", "others", "the host"]),
@@ -215,8 +237,12 @@ def processors(levels: Sequence[Level]) -> Markup | None:
 
 def terms() -> Markup:
     """What each name means."""
-    rows = [[term.name, term.meaning, term.vllm or NOTHING, term.aiperf or NOTHING] for term in TERMS]
-    return table("What the names mean", [("", ["name", "meaning", "vLLM's name", "aiperf's name"])], rows, "words")
+    rows = [
+        [term.name, term.meaning, *(name or NOTHING for name in (term.vllm, term.aiperf, term.genai_perf))]
+        for term in TERMS
+    ]
+    heads = ["name", "meaning", "vLLM's name", "AIPerf's name", "GenAI-Perf's name"]
+    return table("What the names mean", [("", heads)], rows, "words")
 
 
 def facts(caption: str, pairs: Iterable[tuple[str, str]]) -> Markup | None:
@@ -254,24 +280,27 @@ def _group(group: Group) -> list[str]:
     ]
 
 
-def _agreement(group: Group, server: ServerCounts | None) -> list[Child]:
+def _agreement(measurement: Measurement) -> list[Child]:
+    group, server = measurement.all, measurement.server
     if server is None:
         return []
 
     def means(histogram: Histogram, told: float | None) -> tuple[str, str]:
         return milliseconds(histogram.mean), milliseconds(told)
 
-    def apart(own: float | None, told: float | None) -> str:
-        return f"{100 * (own / told - 1):+.1f} %" if own is not None and told else NOTHING
+    def apart(own: float | None, told: float | None, *, absolute: bool) -> str:
+        if own is None or not told or not comparable(measurement):
+            return NOTHING
+        share = f"{100 * (own / told - 1):+.1f} %"
+        return f"{1e3 * (own - told):+.1f} ({share})" if absolute else share
 
-    # Of callers who left or were cut off both need not have seen the same.
-    alike = group.outcomes.get("ok", 0) == group.requests and not group.resumes
+    same = alike(group, server)
     ttft, itl = group.histograms["ttft_sent"], group.histograms["itl"]
     return [
-        *_counts(group.requests, server.requests, alike=alike or server.requests > group.requests),
-        *_counts(group.output_tokens, server.output_tokens, alike=alike),
-        *(*means(ttft, server.ttft), apart(ttft.mean, server.ttft)),
-        *(*means(itl, server.itl), apart(itl.mean, server.itl)),
+        *_counts(group.requests, server.requests, alike=same or server.requests > group.requests),
+        *_counts(group.output_tokens, server.output_tokens, alike=same),
+        *(*means(ttft, server.ttft), apart(ttft.mean, server.ttft, absolute=True)),
+        *(*means(itl, server.itl), apart(itl.mean, server.itl, absolute=False)),
         *means(group.histograms["queue"], server.queue),
         f"{server.preemptions:,}",
         NOTHING if server.prefix_hits is None else _share(server.prefix_hits),

@@ -38,15 +38,16 @@
   function draw(svg, lines) {
     const all = lines.flat();
     const last = Math.max(1, ...all.map((p) => p[0]));
-    const most = Math.max(1e-9, ...all.map((p) => p[1])) * 1.05;
+    const most = (Math.max(0, ...all.map((p) => p[1])) || 1) * 1.05;
     const x = (at) => LEFT + (at / last) * (WIDTH - LEFT - 8);
     const y = (value) => TOP + (1 - value / most) * (HEIGHT - TOP - BOTTOM);
     svg.replaceChildren();
     for (const share of [0, 0.5, 1]) {
       const value = (share * most) / 1.05;
       svg.append(element("line", { class: "grid", x1: LEFT, x2: WIDTH - 8, y1: y(value), y2: y(value) }));
-      svg.append(element("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)));
+      if (all.length) svg.append(element("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)));
     }
+    if (!all.length) return;
     svg.append(element("text", { x: WIDTH - 8, y: HEIGHT - 5, "text-anchor": "end" }, `${last.toFixed(0)} s`));
     lines.forEach((line, i) => {
       const points = line.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ");
@@ -63,6 +64,19 @@
     document.getElementById("charts").append(figure);
   }
 
+  function said(data) {
+    const { state, why, flaws, report } = data.standing;
+    if (state === "none") return "waiting for a test";
+    if (state === "refused") return `the test cannot begin: ${why}`;
+    const ended = data.points.reduce((sum, p) => sum + p.requests, 0);
+    const errors = data.points.reduce((sum, p) => sum + p.errors, 0);
+    const parts = [`${ended} requests ended, ${errors} of them in errors`];
+    if (state === "over") parts.push(flaws.length ? `NOT VALID: ${flaws.join("; ")}` : "valid");
+    if (why) parts.push(why);
+    if (report) parts.push(`report: ${report}`);
+    return parts.join(". ");
+  }
+
   function show(data) {
     for (const chart of charts) draw(chart.svg, chart.lines(data));
     document.getElementById("rows").replaceChildren(
@@ -73,11 +87,9 @@
       }),
     );
     document.getElementById("objectives").replaceChildren(
-      ...data.objectives.map((one) => html("li", one.met ? "met" : "missed", one.name)),
+      ...data.objectives.map((one) => html("li", one.met === null ? "open" : one.met ? "met" : "missed", one.name)),
     );
-    const ended = data.points.reduce((sum, p) => sum + p.requests, 0);
-    const errors = data.points.reduce((sum, p) => sum + p.errors, 0);
-    if (data.points.length) document.getElementById("state").textContent = `${ended} requests ended, ${errors} of them in errors`;
+    document.getElementById("state").textContent = said(data);
   }
 
   async function poll() {

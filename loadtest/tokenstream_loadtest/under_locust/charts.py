@@ -50,7 +50,7 @@ def add_charts(web_ui: WebUI, session: Session) -> None:
         return _file(name)
 
     def points() -> Response:
-        return Response(json.dumps(numbers(session.totals)), mimetype="application/json")
+        return Response(json.dumps(numbers(session.totals, session.standing)), mimetype="application/json")
 
     def extend(response: Response) -> Response:
         if response.status_code == 200 and request.path == f"{base}/stats/requests":

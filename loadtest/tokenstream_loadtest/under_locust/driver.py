@@ -22,7 +22,6 @@ from tokenstream.intervals import Page
 from ..generator import ask
 from ..pulse import Pulse
 from ..records import Record
-from ..results import ServerCounts
 from ..targets import Failed, Target, TargetOptions, open_target
 from ..watch import PERIOD, Watch
 from .wire import (
@@ -43,7 +42,7 @@ from .wire import (
     report_line,
 )
 
-_DESCRIBE_SECONDS = 5.0
+_DESCRIBE_SECONDS = 30.0  # a server may have to load its model first
 _CUT = "not done when the test had been over for as long as --drain gives"
 
 
@@ -58,6 +57,7 @@ class Driver:
         self._ids = secrets.token_hex(4)
         self._watch: Watch | None = None
         self._before: Page | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -97,15 +97,13 @@ class Driver:
                 seconds = max(time.perf_counter() - self._began, 1e-9)
                 self._tell(Finished(self._pulse.stalls(order.gap), (time.process_time() - self._cpu) / seconds))
             case Count():
-                self._tell(Counted(await self._count(order)))
+                self._tell(await self._count(order))
 
     async def _open(self, order: Open) -> Opened:
         self._target, self._watch, self._before, server = None, None, None, {}
         try:
             target = await self._stack.enter_async_context(_target(order))
-            with suppress(TimeoutError):  # a server that cannot be reached shows in the records
-                async with asyncio.timeout(_DESCRIBE_SECONDS):
-                    server = await _described(target)
+            server = await _described(target)
             if order.metrics_url is not None:
                 self._watch = Watch(order.metrics_url, order.model)
                 self._before = await self._watch.settled()
@@ -114,8 +112,8 @@ class Driver:
         self._target = target
         self._begin()
         if self._watch is not None and self._before is not None:
-            looking = asyncio.create_task(self._look(self._watch))
-            self._stack.push_async_callback(_end, looking)
+            self._looking = asyncio.create_task(self._look(self._watch))
+            self._stack.push_async_callback(self._stop_looking)
         return Opened(order.number, self._began, server=server)
 
     async def _look(self, watch: Watch) -> None:
@@ -131,10 +129,17 @@ class Driver:
         finally:
             await _end(sampling)
 
-    async def _count(self, order: Count) -> ServerCounts | None:
+    async def _stop_looking(self) -> None:
+        if self._looking is not None:
+            await _end(self._looking)
+            self._looking = None
+
+    async def _count(self, order: Count) -> Counted:
+        await self._stop_looking()
         if self._watch is None or self._before is None:
-            return None
-        return await self._watch.counts(self._before, order.told)
+            return Counted(None)
+        server = await self._watch.counts(self._before, order.told)
+        return Counted(server, lost=server is None, restarted=self._watch.restarted)
 
     async def _answer(self, order: Ask) -> None:
         request, name = order.request, f"locust-{self._ids}-{order.number}"
@@ -161,13 +166,12 @@ class Driver:
 
 
 async def _described(target: Target) -> dict[str, str]:
-    """What it says of itself. Failed if it has no such model, or no ear for us: no request would ever be answered."""
+    """What it says of itself. Failed if it does not: no request would be answered."""
     try:
-        return await target.describe()
-    except Failed as error:
-        if error.outcome == "unauthorized" or "unknown model" in error.line.lower():
-            raise
-        return {}
+        async with asyncio.timeout(_DESCRIBE_SECONDS):
+            return await target.describe()
+    except TimeoutError:
+        raise Failed("timeout", f"the server says nothing of its model within {_DESCRIBE_SECONDS:g} s") from None
 
 
 def _target(order: Open) -> Target:

@@ -26,7 +26,7 @@ from gevent.queue import SimpleQueue
 
 from ..records import Record
 from ..requests import Request
-from ..results import Sample, ServerCounts
+from ..results import Sample
 from ..tally import Group
 from .wire import (
     Answer,
@@ -126,10 +126,10 @@ class Link:
             self._await_all(running, _FINISH_SECONDS)
         return cut, running.answer(Finish(gap), Finished, _FINISH_SECONDS)
 
-    def count(self, told: Group) -> ServerCounts | None:
+    def count(self, told: Group) -> Counted:
         """What the server's metrics page says of the test that came to `told`."""
         counted = self._running.answer(Count(told), Counted, _FINISH_SECONDS) if self._running is not None else None
-        return counted.server if counted is not None else None
+        return counted or Counted(None)
 
     def _await_all(self, running: _Running, seconds: float) -> None:
         deadline = time.perf_counter() + seconds

@@ -6,8 +6,8 @@ It does not know how they are drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar
 
 from ..tally import Group
 from .totals import Totals
@@ -17,19 +17,39 @@ _METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "end to end", "
 Item = TypeVar("Item")
 
 
-def numbers(totals: Totals | None) -> dict[str, Any]:
-    """What the page draws; times are seconds."""
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How it stands with the test. `why`: it could not begin, or its report could not be written.
+
+    `flaws` and `report`, the path of its page, are of one that is over.
+    """
+
+    state: Literal["none", "running", "refused", "over"] = "none"
+    why: str = ""
+    flaws: tuple[str, ...] = ()
+    report: str = ""
+
+
+def numbers(totals: Totals | None, standing: Standing) -> dict[str, Any]:
+    """What the page draws and says; times are seconds. An objective is met, missed, or, before any end, None."""
+    said = {"standing": asdict(standing)}
     if totals is None:
-        return {"points": [], "tokens": [], "samples": [], "rows": [], "objectives": []}
+        return {**said, "points": [], "tokens": [], "samples": [], "rows": [], "objectives": []}
     told = totals.tally
     last = max(told.seconds, default=-1)
     return {
+        **said,
         "points": [asdict(point) for point in _some(totals.points)],
         "tokens": [(at, told.seconds[at].tokens if at in told.seconds else 0) for at in _some(range(last))],
         "samples": [(sample.at, sample.running, sample.waiting) for sample in _some(totals.samples)],
         "rows": rows(told.all),
         "objectives": [
-            {"name": str(one), "value": one.measured(told.all), "met": one.met(told.all)} for one in totals.objectives
+            {
+                "name": str(one),
+                "value": one.measured(told.all),
+                "met": one.met(told.all) if told.all.requests else None,
+            }
+            for one in totals.objectives
         ],
     }
 

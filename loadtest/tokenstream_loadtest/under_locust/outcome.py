@@ -1,4 +1,4 @@
-"""What a Locust test came to: the document of the run, its exact table, and whether it passes.
+"""What a Locust test came to: the document of the run, what a terminal shows of it, and whether it passes.
 
 Locust's own numbers are rounded and know no tokens; these are exact. It does not know how they were measured.
 """
@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from tokenstream.load_display import summary_text
 
 from .. import figures
 from ..checks import flaws, notes
 from ..figures import Figure, duration, judge, latency, levels, number
 from ..generator import Measured
 from ..host import describe_machine, host_and_port, is_here, versions
-from ..results import Cores, Measurement, Run, ServerCounts, Stage
-from ..slo import ERRORS
+from ..messages import summarise
+from ..results import Cores, Measurement, Run, Stage
 from ..tally import METRICS
 from .options import Choices
 from .totals import Totals
+from .wire import Counted
 
 _LIBRARIES = ("locust", "gevent", "grpcio", "hdrhistogram")
 _POINTS = ("mean", "p50", "p95", "p99", "max")
@@ -29,7 +32,7 @@ def conclude(
     totals: Totals,
     choices: Choices,
     cores: Cores,
-    counts: ServerCounts | None,
+    counted: Counted,
     *,
     server: dict[str, str],
     shape: str,
@@ -38,7 +41,7 @@ def conclude(
 ) -> Run:
     """The run with its one measurement. `cores`: of all processes; `told`: notes of whoever led the test.
 
-    `restarted`: another server than at the begin listened at its end.
+    `restarted`: another process than at the begin listened where the server does.
     """
     host, _ = host_and_port(choices.url)
     local = is_here(host)
@@ -48,6 +51,9 @@ def conclude(
     measured = Measured(0.0, totals.started_at, seconds, totals.tally, stalls)
     # Each process has an event loop of its own: what matters is the one with the most to do.
     busiest = Cores(max((last.cores for last in totals.lasts.values()), default=0.0), None, cores.others, cores.stolen)
+    gone = {"restarted": restarted or counted.restarted, "lost": counted.lost}
+    found = flaws(measured, stage, busiest, counted.server, local=local, **gone)
+    watched = None if counted.lost else choices.metrics_url  # what was lost is a flaw, and no note
     measurement = Measurement(
         stage=stage,
         repeat=0,
@@ -57,9 +63,9 @@ def conclude(
         samples=tuple(totals.samples),
         stalls=stalls,
         cores=cores,
-        server=counts,
-        flaws=(*totals.flaws(), *flaws(measured, stage, busiest, counts, local=local, restarted=restarted)),
-        notes=(*told, *notes(measured, stage, watched=choices.metrics_url, counts=counts)),
+        server=counted.server,
+        flaws=(*totals.flaws(), *found),
+        notes=(*told, *notes(measured, stage, watched=watched, counts=counted.server)),
     )
     return Run(
         scenario=f"locust-{shape}" if shape else "locust",
@@ -84,8 +90,12 @@ def passes(run: Run, *, ignore_flaws: bool) -> bool:
     return all(judged.ok for judged in judge(run, found)) and (ignore_flaws or all(level.valid for level in found))
 
 
-def table(run: Run) -> str:
-    """For a terminal: the exact numbers of all requests, the objectives, and what was wrong."""
+def text(run: Run, files: Mapping[str, Path]) -> str:
+    """For a terminal: exact numbers of all metrics, then what `tokenstream load` says of a run with these files."""
+    return f"{_table(run)}\n\n{summary_text(summarise(run, files))}"
+
+
+def _table(run: Run) -> str:
     lines: list[str] = []
     for level in levels(run):
         (measurement,) = level.measurements
@@ -96,14 +106,6 @@ def table(run: Run) -> str:
         lines.append("  ".join(f"{number(figure.of(measurement))} {figure.title}" for figure in rates))
         lines.append("".join([f"{'':10}", *(f"{point:>11}" for point in _POINTS)]))
         lines += [_row(name, measurement) for name in METRICS if len(told.histograms[name])]
-        lines += [f"{name}: {line}" for name, found in sorted(told.examples.items()) for line in found]
-        lines += [f"flaw: {flaw}" for flaw in measurement.flaws]
-        lines += [f"note: {note}" for note in measurement.notes]
-    for judged in judge(run, levels(run)):
-        value = judged.values.value if judged.values else None
-        errors = judged.objective.metric == ERRORS
-        shown = f"{number(value * 100)} %" if errors and value is not None else duration(value)
-        lines.append(f"{'met   ' if judged.ok else 'MISSED'} {judged.objective}: {shown}")
     return "\n".join(lines)
 
 

@@ -24,11 +24,13 @@ from ..dice import Dice
 from ..host import Meter, host_and_port, is_here
 from ..records import PLANNED, Record
 from ..requests import Request
-from ..results import Sample, ServerCounts
-from .link import Asked, Link
+from ..results import Sample
+from .link import Asked, DriverFailed, Link
+from .numbers import Standing
 from .open_loop import OpenLoop
-from .options import Choices
+from .options import Choices, check_report
 from .totals import Counter, Last, Part, Totals, dump_part, read_part
+from .wire import Counted
 
 FINISH, FINISHED = "tokenstream-finish", "tokenstream-finished"  # messages of Locust's master and workers
 _REPORTED = "tokenstream"  # the key in a worker's report
@@ -52,12 +54,13 @@ class Session:
         self.choices: Choices | None = None
         self.server: dict[str, str] = {}
         self.meter: Meter | None = None
+        self.standing = Standing()
         self.running = False
         self._link = Link(self._heard, self._looked)
         self._counter: Counter | None = None
         self._requests: Iterator[Request] = iter(())
         self._open_loop: OpenLoop | None = None
-        self._began_cpu = 0.0
+        self._began = self._began_cpu = 0.0
         self._test = 0
         self._finishing = RLock()
         self._told = Event()  # a worker has told something that the master may wait for
@@ -89,22 +92,35 @@ class Session:
         self._link.start()
 
     def begin(self) -> None:
-        """A test starts. DriverFailed or ValueError if it cannot."""
-        options = self.options
-        self.choices = Choices.read(options, self.environment.host)
+        """A test starts. DriverFailed or ValueError if it cannot; nothing is left then of the one before."""
+        options, self.totals, self.standing = self.options, None, Standing()
         if self.is_worker:
-            workers, self._test = list(options.tokenstream_workers), int(options.tokenstream_test)
-        else:
-            workers, self._test = self._workers(), self._test + 1
-            # Locust hands its options on to the workers, so these go with them.
-            options.tokenstream_workers, options.tokenstream_test = workers, self._test
-            self.totals = Totals(self._test, self.choices.objectives, frozenset(workers))
-        self._begin_asking(self.choices, workers)
+            self._begin_share(options)
+            return
+        options.tokenstream_test = 0  # Locust hands its options on to the workers, even if this fails
+        self.choices = Choices.read(options, self.environment.host)
+        check_report(self.choices.report)
+        workers, self._test = self._workers(), self._test + 1
+        self.totals = totals = Totals(self._test, self.choices.objectives, frozenset(workers))
+        try:
+            self._begin_asking(self.choices, workers)
+        except DriverFailed:
+            self.totals = None
+            raise
+        options.tokenstream_workers, options.tokenstream_test = workers, self._test
+        host, port = host_and_port(self.choices.url)
+        self.meter = Meter(port if is_here(host) else None)
+        self.running, self.standing, self._began = True, Standing("running"), time.perf_counter()
+        gevent.spawn(self._mark, totals)
+
+    def _begin_share(self, options: Any) -> None:
+        """In a worker."""
+        self._test = int(options.tokenstream_test)
+        if not self._test:  # the master could not begin, and has told why
+            return
+        self.choices = Choices.read(options, self.environment.host)
+        self._begin_asking(self.choices, list(options.tokenstream_workers))
         self.running = True
-        if self.totals is not None:
-            host, port = host_and_port(self.choices.url)
-            self.meter = Meter(port if is_here(host) else None)
-            gevent.spawn(self._mark, self.totals, time.perf_counter())
 
     def _workers(self) -> list[str]:
         runner = self.environment.runner
@@ -196,12 +212,17 @@ class Session:
         if self.totals is not None:
             self.totals.see_users(user_count)
 
-    def _mark(self, totals: Totals, began: float) -> None:
-        while self.running and self.totals is totals:
+    def _mark(self, totals: Totals) -> None:
+        while True:
             gevent.sleep(_POINT_SECONDS)
+            if not self.running or self.totals is not totals:
+                return
             self.update()
-            runner = self.environment.runner
-            totals.mark(time.perf_counter() - began, runner.user_count if runner is not None else 0)
+            self._mark_now(totals)
+
+    def _mark_now(self, totals: Totals) -> None:
+        runner = self.environment.runner
+        totals.mark(time.perf_counter() - self._began, runner.user_count if runner is not None else 0)
 
     # The end.
 
@@ -220,6 +241,8 @@ class Session:
                     runner.send_message(FINISHED, {_REPORTED: dump_part(part)})
                 elif self.totals is not None:
                     self.totals.add(self._name, part)
+            if self.totals is not None:
+                self._mark_now(self.totals)
             return True
 
     def _finish_asking(self) -> Part:
@@ -253,9 +276,9 @@ class Session:
             self._told.clear()
             self._told.wait(0.5)
 
-    def count(self) -> ServerCounts | None:
+    def count(self) -> Counted:
         """What the server's own metrics say of the test that has ended."""
-        return self._link.count(self.totals.tally.all) if self.totals is not None else None
+        return self._link.count(self.totals.tally.all) if self.totals is not None else Counted(None)
 
     def close(self) -> None:
         """This process ends."""

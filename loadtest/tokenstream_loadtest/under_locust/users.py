@@ -9,7 +9,9 @@ what is measured is told by `session`: a user does nothing but ask and wait.
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from ..files import free_folder, write_files
 from ..results import Run
 from .charts import add_charts
 from .link import DriverFailed
-from .options import Choices, add_options
-from .outcome import conclude, passes, table
+from .numbers import Standing
+from .options import Choices, add_options, check_report
+from .outcome import conclude, passes, text
 from .session import FINISH, FINISHED, Session
 from .shape_class import TokenShape
 
@@ -78,6 +81,7 @@ def _wire(environment: Environment, **_: object) -> None:
     session = Session(environment)
     setattr(environment, _SESSION, session)
     leader = _Leader(session)
+    leader.interrupts = gevent.signal_handler(signal.SIGINT, _interrupt)
     hooks: Any = environment.events
     hooks.spawning_complete.add_listener(session.see_users)
     hooks.test_start.add_listener(leader.begin)
@@ -100,11 +104,17 @@ def _wire(environment: Environment, **_: object) -> None:
         add_charts(environment.web_ui, session)
 
 
+def _interrupt() -> None:
+    """Ctrl-C is for the main greenlet alone: Python's own would end whichever runs, that which reads answers too."""
+    gevent.get_hub().handle_system_error(KeyboardInterrupt, KeyboardInterrupt())
+
+
 def _choose(environment: Environment, session: Session) -> None:
     """The user class and the shape that the options ask for; a wrong option ends Locust with one line."""
     options = session.options
     try:
         choices = Choices.read(options, environment.host)
+        check_report(choices.report)
     except ValueError as error:
         sys.stderr.write(f"locust: error: {error}\n")
         sys.exit(_WRONG_USAGE)
@@ -123,6 +133,7 @@ class _Leader:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._unconcluded = False  # a test was begun, or tried
+        self.interrupts: object = None  # what listens for Ctrl-C, as long as this is there
 
     def begin(self, environment: Environment, **_: object) -> None:
         environment.process_exit_code = None
@@ -134,43 +145,41 @@ class _Leader:
         except (DriverFailed, ValueError) as error:
             _log.error("the test cannot begin: %s", error)
             environment.process_exit_code = _MISSED
-            if environment.runner is not None:
-                gevent.spawn(environment.runner.quit)
+            self._unconcluded = False
+            self._session.standing = Standing("refused", str(error))
+            runner = environment.runner
+            if runner is not None:  # on Locust's page the next test may be a better one
+                gevent.spawn(runner.stop if environment.web_ui is not None else runner.quit)
 
     def finish(self, environment: Environment, **_: object) -> None:
         session = self._session
         if not session.finish() or session.totals is None or session.choices is None or session.meter is None:
             return
         self._unconcluded = False
-        cores, counts = session.meter.read(), session.count()
+        cores, counted = session.meter.read(), session.count()
         shape = environment.shape_class
         told = shape.notes() if isinstance(shape, TokenShape) else ()
         run = conclude(
             session.totals,
             session.choices,
             cores,
-            counts,
+            counted,
             server=session.server,
             shape=str(session.options.shape),
             told=told,
             restarted=session.meter.restarted,
         )
-        sys.stdout.write(f"{table(run)}\n\n")
+        files, why = _write(run, session.choices.report)
+        sys.stdout.write(f"{text(run, files)}\n")
         sys.stdout.flush()
-        if session.choices.report:
-            self._write(run, session.choices.report)
-        if not passes(run, ignore_flaws=session.choices.ignore_flaws):
+        if why:
+            _log.error(why)
+        flaws = tuple(flaw for each in run.measurements for flaw in each.flaws)
+        session.standing = Standing("over", why, flaws, str(files.get("html", "")))
+        if why or not passes(run, ignore_flaws=session.choices.ignore_flaws):
             environment.process_exit_code = _MISSED
         elif session.choices.objectives:
             environment.process_exit_code = 0  # they say how many errors are too many
-
-    def _write(self, run: Run, folder: str) -> None:
-        try:
-            paths = write_files(run, free_folder(Path(folder))).values()
-        except OSError as error:
-            _log.error("the report cannot be written: %s", error)
-            return
-        _log.info("the run is in %s", ", ".join(str(path) for path in paths))
 
     def quit(self, environment: Environment, **_: object) -> None:
         self.finish(environment)
@@ -178,6 +187,16 @@ class _Leader:
             _log.error("the test ended before it had begun: nothing was measured")
             environment.process_exit_code = _MISSED
         self._session.close()
+
+
+def _write(run: Run, folder: str) -> tuple[Mapping[str, Path], str]:
+    """The files of the run by kind, none without a folder; and why they could not be written, or ""."""
+    if not folder:
+        return {}, ""
+    try:
+        return write_files(run, free_folder(Path(folder))), ""
+    except OSError as error:
+        return {}, f"the report cannot be written: {error.filename or folder}: {(error.strerror or str(error)).lower()}"
 
 
 _EVENTS: Any = events

@@ -108,9 +108,14 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What the metrics page says of the whole test; None if it cannot be read."""
+    """What the metrics page says of the whole test; None if it cannot be read.
+
+    `lost`: it could be read when the test began. `restarted`: the server is not the one it was.
+    """
 
     server: ServerCounts | None
+    lost: bool = False
+    restarted: bool = False
     type: Literal["counted"] = "counted"
 
 
