@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PROMPT = "Once upon a time"
 IMPORTS = ("import tokenstream", "from tokenstream import Client", "from tokenstream import AsyncClient")
 _IDLE_SECONDS = 1.0
+_ROUNDS = 5  # measured, behind one that warms up
 _LOADS = 5  # fresh interpreters per import
 _LOAD = """
 import sys, time
@@ -47,7 +48,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What so many streams at once took, their requests and first tokens included.
+    """What so many streams at once took, their requests and first tokens included: the round of median CPU per token.
 
     `kind` is "threads" or "tasks"; `cpu_us_per_token` is what is left of `cpu_seconds` when `idle_cpu_share` (seconds
     per second, without any stream) is taken off.
@@ -86,11 +87,11 @@ def measure_threads(connect: Callable[[], Client], streams: int, tokens: int) ->
         def crowd(most: int) -> int:
             return sum(pool.map(listen, [most] * streams))
 
-        crowd(2)
+        crowd(tokens)
         meter = Meter()
         time.sleep(_IDLE_SECONDS)
         meter.idle_ends()
-        return meter.result("threads", streams, crowd(tokens))
+        return median(meter.result("threads", streams, crowd(tokens)) for _ in range(_ROUNDS))
 
 
 def measure_tasks(connect: Callable[[], AsyncClient], streams: int, tokens: int) -> Streamed:
@@ -106,17 +107,23 @@ def measure_tasks(connect: Callable[[], AsyncClient], streams: int, tokens: int)
             async def crowd(most: int) -> int:
                 return sum(await asyncio.gather(*(listen(most) for _ in range(streams))))
 
-            await crowd(2)
+            await crowd(tokens)
             meter = Meter()
             await asyncio.sleep(_IDLE_SECONDS)
             meter.idle_ends()
-            return meter.result("tasks", streams, await crowd(tokens))
+            return median([meter.result("tasks", streams, await crowd(tokens)) for _ in range(_ROUNDS)])
 
     return asyncio.run(main())
 
 
+def median(rounds: Iterable[Streamed]) -> Streamed:
+    """The round of which as many took less CPU per token as took more."""
+    ordered = sorted(rounds, key=lambda one: one.cpu_us_per_token)
+    return ordered[len(ordered) // 2]
+
+
 class Meter:
-    """Clocks of this process: an idle stretch from its making, and what is measured behind it."""
+    """Clocks of this process: an idle stretch from its making, and the rounds that are measured behind it."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.monotonic(), time.process_time()
@@ -129,8 +136,10 @@ class Meter:
         self._wall, self._cpu = wall, cpu
 
     def result(self, kind: str, streams: int, tokens: int) -> Streamed:
-        """What is measured has ended, and brought so many tokens."""
-        seconds, cpu = time.monotonic() - self._wall, time.process_time() - self._cpu
+        """A round has ended, and brought so many tokens; the next one begins."""
+        wall, cpu_now = time.monotonic(), time.process_time()
+        seconds, cpu = wall - self._wall, cpu_now - self._cpu
+        self._wall, self._cpu = wall, cpu_now
         per_token = max(0.0, cpu - self._idle_share * seconds) / max(1, tokens) * 1e6
         return Streamed(
             kind,

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from tokenstream import client_bench
-from tokenstream.client_bench import IMPORTS, Meter
+from tokenstream.client_bench import IMPORTS, Meter, median
 from unit.scripted_triton import ScriptedTriton, failure, inputs, token
 from unit.test_cli_commands import run
 
-STREAMS, TOKENS = 3, 20
+STREAMS, TOKENS, ROUNDS = 3, 20, 2
 ASKED = ["bench", "client", "--streams", str(STREAMS), "--tokens", str(TOKENS)]
 
 
@@ -29,6 +29,7 @@ def long(request, call) -> Iterator:
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured well here."""
     monkeypatch.setattr(client_bench, "_LOADS", 1)
+    monkeypatch.setattr(client_bench, "_ROUNDS", ROUNDS)
     monkeypatch.setattr(client_bench, "_IDLE_SECONDS", 0.05)
 
 
@@ -52,9 +53,9 @@ def test_both_clients_are_measured_with_as_many_streams_and_tokens_as_were_asked
     assert [told["statement"] for told in imports] == list(IMPORTS)
     assert all(told["wall_ms"] > 0 and told["cpu_ms"] > 0 for told in imports)
     assert imports[0]["cpu_ms"] < imports[1]["cpu_ms"]  # gRPC is loaded with a client, not before
-    assert [call.metadata["authorization"] for call in triton.calls] == ["Bearer t"] * (4 * STREAMS)
+    assert [call.metadata["authorization"] for call in triton.calls] == ["Bearer t"] * (2 * (1 + ROUNDS) * STREAMS)
     asked = [inputs(request)["sampling_parameters"] for request in triton.requests]
-    assert sorted(one["max_tokens"] for one in asked) == sorted([2, TOKENS] * (2 * STREAMS))
+    assert {one["max_tokens"] for one in asked} == {TOKENS}
     assert all(one["ignore_eos"] for one in asked)
 
 
@@ -80,13 +81,13 @@ def test_what_cannot_be_measured_is_wrong_usage(wrong: list[str]) -> None:
     assert run("bench", "client", *wrong).exit_code == 2
 
 
-def test_what_an_idle_client_takes_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    wall, cpu = iter([0.0, 2.0, 12.0]), iter([0.0, 0.2, 1.7])  # a tenth of a core without any stream
+def test_what_an_idle_client_takes_is_not_counted_and_the_middle_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall, cpu = iter([0.0, 2.0, 12.0, 22.0, 32.0]), iter([0.0, 0.2, 1.7, 2.9, 9.9])  # idle: a tenth of a core
     monkeypatch.setattr(time, "monotonic", lambda: next(wall))
     monkeypatch.setattr(time, "process_time", lambda: next(cpu))
     meter = Meter()
     meter.idle_ends()
-    result = meter.result("threads", 4, 1000)
+    result = median(meter.result("threads", 4, 1000) for _ in range(3))
     monkeypatch.undo()
     assert (result.seconds, result.idle_cpu_share) == (10.0, 0.1)
     assert result.cpu_us_per_token == pytest.approx((1.5 - 10.0 * 0.1) / 1000 * 1e6)
