@@ -27,6 +27,7 @@ RUN_ID = "TOKENSTREAM_RUN_ID"  # in the environment of every process of a run
 KEPT_LOG = "last-failed.log"
 _PLACE = "files"  # names the folder of the run's files; written once the run's lock is held
 _LOG_BYTES = 65536
+_LOOK_SECONDS = 0.05
 LEAVE_SECONDS = 4.0  # a predecessor whose supervisor was killed is gone in two
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (Triton's Python backend has its regions there)
 
@@ -169,7 +170,7 @@ def end_processes(run_id: str, patience: float) -> None:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(_LOOK_SECONDS)
 
 
 def _sweep(root: Path, shared_memory: Path, patience: float) -> list[str]:

@@ -11,8 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,7 @@ def _say(message: dict[str, Any]) -> None:
 
 
 def _run() -> None:
-    from .files import write_files
+    from .files import check_writable, write_files
     from .messages import summarise
     from .order import planned, take_order
     from .targets import Failed
@@ -52,32 +51,19 @@ def _run() -> None:
     wanted = planned(take_order(os.environ))
     for note in wanted.notes:
         _say({"event": "note", "note": note})
-    with _folder(wanted.folder) as folder:
-        try:
-            run = asyncio.run(_measure(wanted.plan))
-        except Failed as error:
-            raise _Ends(_explained(error, wanted.plan), _CODES.get(error.outcome, FAILED)) from None
-        if run is None or not run.measurements:
-            raise _Ends("interrupted before anything was measured: nothing was written", INTERRUPTED)
-        try:
-            files = write_files(run, folder)
-        except OSError:
-            _say(summarise(run, {}))  # what was measured is not lost with its files
-            raise
-    _say(summarise(run, files))
-
-
-@contextmanager
-def _folder(path: Path) -> Iterator[Path]:
-    """The folder, made before anything is measured: it may not be ours to write. It goes if nothing was written."""
-    made = not path.is_dir()
-    path.mkdir(parents=True, exist_ok=True)
+    check_writable(wanted.folder)
     try:
-        yield path
-    finally:
-        if made:
-            with suppress(OSError):  # it holds something
-                path.rmdir()
+        run = asyncio.run(_measure(wanted.plan))
+    except Failed as error:
+        raise _Ends(_explained(error, wanted.plan), _CODES.get(error.outcome, FAILED)) from None
+    if run is None or not run.measurements:
+        raise _Ends("interrupted before anything was measured: nothing was written", INTERRUPTED)
+    try:
+        files = write_files(run, wanted.folder)
+    except OSError:
+        _say(summarise(run, {}))  # what was measured is not lost with its files
+        raise
+    _say(summarise(run, files))
 
 
 async def _measure(plan: Plan) -> Run | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from .report.page import write_report
@@ -23,6 +24,19 @@ def free_folder(wanted: Path) -> Path:
     """`wanted`, or the first of `wanted`-2, `wanted`-3, ... that holds no run."""
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([wanted], numbered) if not (folder / RUN_FILE).exists())
+
+
+def check_writable(folder: Path) -> None:
+    """OSError if files cannot be written to `folder`, which may not be there yet. It leaves nothing behind."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    finally:
+        for each in made:
+            with suppress(OSError):  # it was not made, or somebody else has put something there
+                each.rmdir()
 
 
 def write_files(run: Run, folder: Path) -> dict[str, Path]:

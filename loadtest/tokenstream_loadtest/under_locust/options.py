@@ -7,14 +7,12 @@ read anew when a test begins. It does not know users or events.
 from __future__ import annotations
 
 import os
-import tempfile
 from argparse import ArgumentTypeError, Namespace
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ..files import free_folder
+from ..files import check_writable, free_folder
 from ..results import Arrivals, Stage
 from ..slo import Objective
 from ..workloads import Workload, read_workload
@@ -130,22 +128,13 @@ class Choices:
 
 
 def check_report(wanted: str) -> None:
-    """ValueError in one line if files cannot be written to this folder of `--report`. It leaves nothing there."""
+    """ValueError in one line if files cannot be written to this folder of `--report`."""
     if not wanted:
         return
-    made: list[Path] = []
     try:
-        folder = free_folder(Path(wanted))
-        made = [each for each in (folder, *folder.parents) if not each.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        check_writable(free_folder(Path(wanted)))
     except OSError as error:
         raise ValueError(f"--report cannot be written: {wanted}: {(error.strerror or str(error)).lower()}") from None
-    finally:
-        for each in made:
-            with suppress(OSError):  # it was not made, or somebody else has put something there
-                each.rmdir()
 
 
 def _objective(text: str) -> str:

@@ -100,7 +100,7 @@ class Replies:
                 if isinstance(item, Reply):
                     self._finish(item.stream, item.tensors, item.error)
                 else:
-                    item.sort(key=_waits_less)
+                    item.sort(key=_goes_on)
                     for deltas in [[delta] for delta in item] if self._merge == 1 else self._merged(item):
                         self._send_or_end(deltas)
             except Exception:  # one response that cannot be sent must not silence all other streams
@@ -209,8 +209,8 @@ def int32(name: str, values: list[int]) -> Any:
     return pb_utils.Tensor(name, np.array([values], dtype=np.int32))
 
 
-def _waits_less(delta: Any) -> bool:
-    """A sort key: of a step's tokens an answer's first goes before the others, for somebody has waited long for it."""
+def _goes_on(delta: Any) -> bool:
+    """Whether an answer had begun before this; who has waited for a first token is served before the others."""
     return delta.fingerprint is None
 
 

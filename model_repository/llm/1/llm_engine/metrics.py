@@ -1,6 +1,7 @@
 """What the engine counts: plain numbers, written by the engine thread and read by whoever exports them.
 
-How requests ended is counted on any thread: those that are refused never reach the engine's.
+How requests ended is counted on any thread: those that are refused never reach the engine's. TTFT is counted by whoever
+sends tokens on, for it lasts until then.
 A reader may see a step half-counted, never a torn number. This module does not know how or where they are shown.
 """
 
