@@ -107,9 +107,9 @@ class BaseClient(ABC):
             options.get("cache_salt"),
             "" if prompt.messages is None else datetime.now().astimezone().isoformat(timespec="seconds"),
         )
-        protocol.generate_request(question)  # what cannot be sent is refused before anything else happens
+        asked = protocol.generate_request(question)  # what cannot be sent is refused before anything else happens
         answer = Answer(question.request_id, seed, any_fingerprint=travel.resume == "best_effort")
-        return Pursuit(self._connections, question, answer, travel, self._bell())
+        return Pursuit(self._connections, asked, answer, travel, self._bell())
 
     def _travel_of(self, options: Options) -> Travel:
         default = self._travel

@@ -64,14 +64,8 @@ class Begun:
     fingerprint: str | None = None
 
 
-def generate_request(
-    question: Question, *, timeout: float | None = None, begun: Begun | None = None
-) -> pb.ModelInferRequest:
-    """A request for one answer, or for the rest of one. `timeout` in seconds is what is left for it.
-
-    The server takes `timeout` for the longest wait in its queue. Raises InvalidRequest for text that is no Unicode
-    and for token ids outside INT32.
-    """
+def generate_request(question: Question) -> pb.ModelInferRequest:
+    """What every attempt to have it answered asks; InvalidRequest for text that is no Unicode and ids outside INT32."""
     request, prompt = _request(question.model, question.request_id), question.prompt
     if prompt.text is not None:
         _add_string(request, "text_input", prompt.text)
@@ -84,15 +78,27 @@ def generate_request(
     _add_string(request, "sampling_parameters", question.sampling)
     for name in _OUTPUTS:
         request.outputs.add(name=name)
-    if begun is not None:
-        _add_ids(request, "resume_token_ids", begun.token_ids)
-        if begun.fingerprint is not None:
-            _add_string(request, "resume_fingerprint", begun.fingerprint)
     if question.priority is not None:
         request.parameters["priority"].uint64_param = question.priority  # Triton keeps it to itself, for its queue
         request.parameters["llm_priority"].int64_param = question.priority  # the engine's copy
     if question.cache_salt is not None:
         request.parameters["cache_salt"].string_param = question.cache_salt
+    return request
+
+
+def attempt(
+    asked: pb.ModelInferRequest, *, timeout: float | None = None, begun: Begun | None = None
+) -> pb.ModelInferRequest:
+    """A request for the answer to what is `asked`, or for the rest of it. `timeout` in seconds is what is left for it.
+
+    The server takes `timeout` for the longest wait in its queue.
+    """
+    request = pb.ModelInferRequest()
+    request.CopyFrom(asked)
+    if begun is not None:
+        _add_ids(request, "resume_token_ids", begun.token_ids)
+        if begun.fingerprint is not None:
+            _add_string(request, "resume_fingerprint", begun.fingerprint)
     if timeout is not None:
         request.parameters["timeout"].int64_param = max(1, int(timeout * 1e6))
     return request

@@ -12,6 +12,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from tritonclient.grpc import service_pb2 as pb
+
 from .answer import Answer
 from .connections import Connections, meaning
 from .course import Course, Verdict, judge
@@ -28,7 +30,7 @@ from .errors import (
     TotalTimeout,
 )
 from .params import Resume
-from .protocol import Begun, Question, generate_request
+from .protocol import Begun, attempt
 from .replies import Reply
 from .results import Chunk
 from .security import Headers
@@ -64,11 +66,11 @@ class Pursuit:
     """The life of one request. For one consumer; `cancel` from any thread."""
 
     def __init__(
-        self, connections: Connections, question: Question, answer: Answer, travel: Travel, bell: Bell
+        self, connections: Connections, asked: pb.ModelInferRequest, answer: Answer, travel: Travel, bell: Bell
     ) -> None:
         self.answer = answer
         self._connections = connections
-        self._question = question
+        self._asked = asked
         self._travel = travel
         self._bell = bell
         self._course: Course | None = None
@@ -198,7 +200,7 @@ class Pursuit:
                 raise self._total_is_over() from None
             raise
         left = self._time_left()
-        request = generate_request(self._question, timeout=left, begun=self._begun())
+        request = attempt(self._asked, timeout=left, begun=self._begun())
         self._sent_at = time.monotonic()
         self.answer.sent_at = self.answer.sent_at or self._sent_at
         self._flowing = self._settled = False

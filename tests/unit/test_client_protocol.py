@@ -9,14 +9,14 @@ from tritonclient.grpc import service_pb2 as pb
 
 from tokenstream.errors import InternalError, InvalidRequest
 from tokenstream.params import SAMPLING_NAMES, draw_seed, sampling_json
-from tokenstream.protocol import Begun, Prompt, Question, generate_request, operation_request, server_info
+from tokenstream.protocol import Begun, Prompt, Question, attempt, generate_request, operation_request, server_info
 from tokenstream.timeouts import Timeout
 from unit.scripted_triton import inputs
 
 
 def request(prompt: Prompt, **options: object) -> pb.ModelInferRequest:
     sent = {name: options.pop(name) for name in ("timeout", "begun") if name in options}
-    return generate_request(Question("llm", prompt, "{}", "r1", **options), **sent)
+    return attempt(generate_request(Question("llm", prompt, "{}", "r1", **options)), **sent)
 
 
 def test_every_tensor_of_a_request_is_one_row():
