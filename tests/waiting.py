@@ -8,9 +8,11 @@ from collections.abc import Callable
 WAIT = 60.0  # seconds; nothing comes near it unless it hangs
 
 
-def eventually(condition: Callable[[], object], seconds: float = WAIT) -> None:
-    """Return once `condition` holds; AssertionError if it does not within `seconds`."""
+def eventually(
+    condition: Callable[[], object], seconds: float = WAIT, told: Callable[[], str] = lambda: "it did not happen"
+) -> None:
+    """Return once `condition` holds; AssertionError with what is `told` if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, told()
         time.sleep(0.02)

@@ -9,13 +9,13 @@ import csv
 import json
 import signal
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from http_servers import HttpServer
 from server.serving import COMMAND, ENVIRONMENT, WAIT
 from tokenstream.server import TritonServer
 from tokenstream_loadtest.results import Run, read_run
@@ -178,11 +178,9 @@ def test_a_model_that_a_server_of_openais_interface_lacks_is_refused_before_the_
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Lacking) as foreign:
-        threading.Thread(target=foreign.serve_forever, args=(0.01,), daemon=True).start()
-        where = ["--target", "openai", "--url", f"http://127.0.0.1:{foreign.server_port}", "--model", "nobody"]
+    with HttpServer(Lacking) as foreign:
+        where = ["--target", "openai", "--url", foreign.url, "--model", "nobody"]
         done = load(str(scenario), *where, "--out", "out", cwd=tmp_path)
-        foreign.shutdown()
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1), done.stderr
     assert "HTTP 404: The model `nobody` does not exist; it lists llm" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+from http_servers import HttpServer
 from tokenstream_loadtest.tally import Group
 from unit.locust_runs import (
     WORDS,
@@ -262,21 +262,13 @@ def test_a_report_that_cannot_be_written_in_the_end_fails_the_run_which_the_term
     assert "Traceback" not in output(tmp_path)
 
 
-class Streaming(ThreadingHTTPServer):
+class Streaming(HttpServer):
     """A server of OpenAI's interface that answers with two tokens."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Events)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.answered = 0
         self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
-        super().__exit__(*error)
+        super().__init__(_Events)
 
 
 class _Events(BaseHTTPRequestHandler):
@@ -290,7 +282,7 @@ class _Events(BaseHTTPRequestHandler):
         for text, reason in (("one", None), ("two", "length")):
             choice = {"index": 0, "text": text, "delta": {"content": text}, "finish_reason": reason}
             self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
-            time.sleep(0.05)
+            self.server.over.wait(0.05)
         with self.server.lock:
             self.server.answered += 1
         self.wfile.write(b"data: [DONE]\n\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from debian_packages import debian_program
+from waiting import eventually
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
-LOOK_SECONDS = 0.1
 ATTEMPTS = 3  # somebody else may take a port between its choice and its use
 CONFIG = """
 global: {{ scrape_interval: 1s, scrape_timeout: 1s }}
@@ -64,13 +63,16 @@ class Prometheus:
 
     def until(self, expression: str, holds: Callable[[float], bool], seconds: float = 30.0) -> float:
         """The expression's one value once it `holds`; AssertionError with the last one if that does not come."""
-        deadline = time.monotonic() + seconds
-        while True:
-            value = self.value(expression)
-            if value is not None and holds(value):
-                return value
-            assert time.monotonic() < deadline, f"{expression} is {value} after {seconds:g} s"
-            time.sleep(LOOK_SECONDS)
+        values: list[float | None] = []
+
+        def holding() -> bool:
+            values.append(self.value(expression))
+            return values[-1] is not None and holds(values[-1])
+
+        eventually(holding, seconds, lambda: f"{expression} is {values[-1]} after {seconds:g} s")
+        value = values[-1]
+        assert value is not None
+        return value
 
 
 @contextmanager
@@ -102,19 +104,25 @@ def _start(program: Path, folder: Path) -> tuple[subprocess.Popen[bytes], Promet
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         if _ready(process, f"http://{address}/-/ready"):
             return process, Prometheus(f"http://{address}")
-        _stop(process)
     raise AssertionError(f"Prometheus did not start: {log.read_text()[-2000:]}")
 
 
 def _ready(process: subprocess.Popen[bytes], url: str) -> bool:
-    deadline = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(url, timeout=ANSWER_SECONDS):
-                return True
-        except OSError:  # not listening yet, or 503: still opening its storage
-            time.sleep(LOOK_SECONDS)
-    return False
+    """Whether it answers; false if it has ended instead. AssertionError, and it is stopped, if neither comes."""
+    try:
+        eventually(lambda: process.poll() is not None or _answers(url), START_SECONDS)
+    except BaseException:
+        _stop(process)
+        raise
+    return process.returncode is None
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS):
+            return True
+    except OSError:  # not listening yet, or 503: still opening its storage
+        return False
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -9,15 +9,15 @@ import re
 import signal
 import subprocess
 import termios
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from http_servers import HttpServer
 from tokenstream.exposition import Sample, parse_page
 from tokenstream.intervals import OUTCOMES, InstanceInterval, Page, Percentiles, between, increase, quantile
 from tokenstream.top_screen import bar, sparkline
@@ -205,15 +205,11 @@ class MetricsServer:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/metrics"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
+        self._server = HttpServer(Handler)
+        self.url = f"{self._server.url}/metrics"
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
+from http_servers import HttpServer
 from tokenstream_loadtest.requests import Request
 from tokenstream_loadtest.tally import Group
 from tokenstream_loadtest.under_locust.wire import (
@@ -105,20 +105,12 @@ def triton() -> Iterator[Any]:
         one.close()
 
 
-class Metrics(ThreadingHTTPServer):
+class Metrics(HttpServer):
     """A metrics page of a model that has had `requests`; `looks`: how often somebody read it."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Metrics)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/metrics"
         self.looks = self.requests = 0
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
-        super().__exit__(*error)
+        super().__init__(_Metrics)
 
 
 class _Metrics(BaseHTTPRequestHandler):

@@ -7,14 +7,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
+from http_servers import HttpServer
+from tokenstream.intervals import Page
 from tokenstream_loadtest import host
 from tokenstream_loadtest import watch as watching
 from tokenstream_loadtest.host import Meter, descendants, describe_machine, host_and_port, is_here, listener
@@ -46,9 +47,8 @@ class Pages:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/metrics"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        self.server = HttpServer(Handler)
+        self.url = f"{self.server.url}/metrics"
 
     def show(self, **values: float) -> None:
         self.text = page(**values)
@@ -61,8 +61,7 @@ class Pages:
 def pages() -> Iterator[Pages]:
     found = Pages()
     yield found
-    found.server.shutdown()
-    found.server.server_close()
+    found.server.close()
 
 
 def page(**values: float) -> str:
@@ -98,12 +97,18 @@ AFTER = {
 }
 
 
+async def begun(pages: Pages) -> tuple[Watch, Page]:
+    """A watch over `pages`, and how they stood when it began."""
+    watch = Watch(pages.url, "llm")
+    pages.show(**BEFORE)
+    before = await watch.settled()
+    assert before is not None
+    return watch, before
+
+
 def test_counts_are_what_all_instances_of_the_model_did_meanwhile(pages):
     async def main() -> ServerCounts | None:
-        watch = Watch(pages.url, "llm")
-        pages.show(**BEFORE)
-        before = await watch.settled()
-        assert before is not None
+        watch, before = await begun(pages)
         pages.later(3, **AFTER)
         return await watch.counts(before, told(6, 80))
 
@@ -122,10 +127,7 @@ def test_counts_are_what_all_instances_of_the_model_did_meanwhile(pages):
 @pytest.mark.parametrize(("after", "restarted"), [(AFTER, False), ({"generation_tokens_total": 99}, True), ({}, True)])
 def test_counters_that_went_back_are_those_of_a_server_that_was_started_anew(pages, after, restarted):
     async def main() -> bool:
-        watch = Watch(pages.url, "llm")
-        pages.show(**BEFORE)
-        before = await watch.settled()
-        assert before is not None
+        watch, before = await begun(pages)
         pages.show(**after)
         await watch.counts(before, told(6, 80))
         return watch.restarted
@@ -135,10 +137,7 @@ def test_counters_that_went_back_are_those_of_a_server_that_was_started_anew(pag
 
 def test_counts_that_never_agree_are_taken_once_the_page_stands_still(pages):
     async def main() -> tuple[ServerCounts | None, float]:
-        watch = Watch(pages.url, "llm")
-        pages.show(**BEFORE)
-        before = await watch.settled()
-        assert before is not None
+        watch, before = await begun(pages)
         pages.later(4, **AFTER)
         began = time.perf_counter()
         return await watch.counts(before, told(7, 81)), time.perf_counter() - began
@@ -151,10 +150,7 @@ def test_counts_that_never_agree_are_taken_once_the_page_stands_still(pages):
 
 def test_a_page_that_cannot_be_read_for_a_moment_is_asked_again(pages):
     async def main() -> ServerCounts | None:
-        watch = Watch(pages.url, "llm")
-        pages.show(**BEFORE)
-        before = await watch.settled()
-        assert before is not None
+        watch, before = await begun(pages)
         pages.text = ""  # an error of the server
         pages.later(3, **AFTER)
         return await watch.counts(before, told(6, 80))
@@ -168,10 +164,7 @@ def test_a_page_that_never_comes_back_gives_no_counts(pages, monkeypatch):
     monkeypatch.setattr(watching, "_PATIENCE", 0.3)
 
     async def main() -> ServerCounts | None:
-        watch = Watch(pages.url, "llm")
-        pages.show(**BEFORE)
-        before = await watch.settled()
-        assert before is not None
+        watch, before = await begun(pages)
         pages.text = ""
         return await watch.counts(before, told(6, 80))
 
