@@ -1,0 +1,76 @@
+"""A model on its device with everything that the engine needs to know of it. It does not know how it was loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from llm_kernels import native
+from llm_kernels.native import NativeLlama
+
+from .. import attention
+from ..attention import KVCache, Layout
+from ..batch import Batch
+from ..config import EngineConfig
+from ..request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device with everything the engine needs to know of it.
+
+    `config` has no unset value left. `exact` is "bitwise" or "sampled". `digest` names weights, tokenizer, template,
+    dtype, kernels and exactness. `llama`, if set, computes whole steps in place of `model`.
+    """
+
+    config: EngineConfig
+    model: nn.Module
+    tokenizer: Any
+    device: torch.device
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingParams
+    caches: tuple[KVCache, ...]
+    exact: str
+    digest: str
+    llama: NativeLlama | None = None
+
+    def forward(self, batch: Batch, head_rows: Tensor) -> Tensor:
+        """Logits [head rows, vocabulary] of `batch`; the KV of its rows is written. head_rows: int64 [heads]."""
+        block_size = self.config.block_size
+        if self.config.kernels == "torch":
+            layout: Layout = attention.tile_layout(batch, block_size, self.caches[0].zero_slot)
+        else:
+            layout = native.PagedLayout.of(batch, block_size, self.config.threads)
+            if self.llama is not None:
+                return self.llama.forward(batch, head_rows, layout, self.caches)
+        out = self.model(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=head_rows,
+            layout=layout,
+        )
+        return cast(Tensor, out.logits[0])
+
+    @property
+    def scratch_slot(self) -> int | None:
+        """Where a row that keeps a single row company writes its KV; None where single rows need no company."""
+        return self.caches[0].scratch_slot if self.llama is None else None
+
+    def info(self) -> dict[str, Any]:
+        """What a client may want to know before it sends anything, ready for JSON."""
+        import transformers
+
+        return {
+            **asdict(self.config),
+            "exact": self.exact,
+            "digest": self.digest,
+            "vocab_size": self.vocab_size,
+            "chat": bool(self.tokenizer.chat_template),
+            "eos_token_ids": self.eos_token_ids,
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
