@@ -29,7 +29,7 @@ PARAMS = SamplingParams(max_tokens=14, seed=11, temperature=0.8, ignore_eos=True
 
 @pytest.fixture(scope="module", params=[kernels for _, kernels in driver.modes("bfloat16")])
 def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
-    """The weights, read once for each kernels; each engine below attaches a KV cache of its own."""
+    """The model with each kernels."""
     threads = torch.get_num_threads()
     sizes = {"max_sequences": 4, "max_context": 512, "kv_tokens": 1024}
     yield loading.load(EngineConfig(MODEL, dtype="bfloat16", kernels=request.param, threads=1, **sizes))
@@ -50,9 +50,8 @@ def prompts(engine: CheckedEngine) -> list[list[int]]:
     return [prompts.messages("messages", CHAT), prompts.text("text_input", STORY)]
 
 
-def reattached(loaded: LoadedModel, **values: Any) -> LoadedModel:
-    config = replace(loaded.config, **values)
-    return loading.attach(loaded.model, loaded.tokenizer, config, "digest")
+def reloaded(loaded: LoadedModel, **values: Any) -> LoadedModel:
+    return loading.load(replace(loaded.config, **values))
 
 
 def assert_same_bits(answers: list[Answer], noted: Logits, alone: tuple[list[Answer], Logits, str]) -> None:
@@ -81,7 +80,7 @@ def test_company_chunks_preemption_and_placement_change_no_bit(
     targets = [answer.request.prompt_ids for answer in alone[0]]
     company = [ids[:20] for ids in targets]
     blocks = sum(-(-len(ids) // 8) for ids in (*targets, *company)) + 3  # all are admitted, and then cannot all grow
-    cramped = reattached(loaded, max_step_tokens=52, block_size=8, kv_tokens=8 * blocks, max_context=200)
+    cramped = reloaded(loaded, max_step_tokens=52, block_size=8, kv_tokens=8 * blocks, max_context=200)
     with serving(cramped, asynchronous=asynchronous, begin=False) as engine:
         noted = driver.record_logits(engine)
         guests = [engine.ask(ids, replace(PARAMS, seed=5, max_tokens=30), priority=1) for ids in company]
@@ -96,7 +95,7 @@ def test_company_chunks_preemption_and_placement_change_no_bit(
 
 def test_a_prefix_hit_and_a_resume_change_no_bit(loaded: LoadedModel, alone: tuple[list[Answer], Logits, str]) -> None:
     whole = alone[0][0]
-    with serving(reattached(loaded, max_step_tokens=64, block_size=16)) as engine:
+    with serving(reloaded(loaded, max_step_tokens=64, block_size=16)) as engine:
         noted = driver.record_logits(engine)
         for ids in prompts(engine):
             engine.ask(ids, replace(PARAMS, max_tokens=1)).wait()

@@ -42,7 +42,7 @@ class KVCache:
 
     @classmethod
     def empty(cls, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-        """Allocate for `slots` tokens; the memory is touched only when it is written."""
+        """Allocate for `slots` tokens, and write zeros: memory that is not there is missed now, not under load."""
         shape = (slots + 2, kv_heads, head_dim)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,11 @@ FOLDER = Path(__file__).parent
 _MAIN = "native_cpu.cpp"
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _BF16_INSTRUCTIONS = ("AVX512F", "AVX512BW", "AVX512DQ", "AVX512VL", "AVX512BF16")  # as native_cpu.cpp asks for
+_INSTRUCTIONS = re.compile(
+    r"^#define (__(?:AVX\w*|FMA\w*|F16C|SSE\w*|clang_version|VERSION|tune_\w+)__ .*)$", re.MULTILINE
+)
+_VERSION = re.compile(r'^#define __VERSION__ "(.*)"$', re.MULTILINE)
+_TUNE = re.compile(r"^#define __tune_(\w+)__ ", re.MULTILINE)
 _BUILD_SECONDS = 300
 _DIGEST_BYTES = 16
 
@@ -65,14 +71,30 @@ class Toolchain:
                     f"it; with dtype float32 the attention is native"
                 )
 
+    @property
+    def arithmetic(self) -> str:
+        """A name for what decides the bits of results: sources, flags, compiler, and the processor it compiles for.
+
+        A compiler may join a product and a sum where the processor can, so another one is another arithmetic. torch's
+        version is not in it.
+        """
+        digest = self._digest_of_sources(6)
+        digest.update("\0".join((*sorted(_INSTRUCTIONS.findall(self.macros)), *_FLAGS)).encode())
+        version, tune = (found[1] if (found := r.search(self.macros)) else "unknown" for r in (_VERSION, _TUNE))
+        return f"{digest.hexdigest()} ({version}, {tune})"
+
     def target(self, cache: Path) -> Path:
         """The place of the shared object in `cache`, the folder of all that is made once and kept."""
-        digest = hashlib.blake2b(digest_size=12)
-        for source in sorted(file for file in self.sources.iterdir() if file.suffix in (".h", ".cpp")):
-            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        digest = self._digest_of_sources(12)
         digest.update((self.torch / "version.py").read_bytes())
         digest.update("\0".join((self.macros, *_FLAGS)).encode())
         return cache / "native" / f"tokenstream-{digest.hexdigest()}.so"
+
+    def _digest_of_sources(self, size: int) -> hashlib.blake2b:
+        digest = hashlib.blake2b(digest_size=size)
+        for source in sorted(file for file in self.sources.iterdir() if file.suffix in (".h", ".cpp")):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        return digest
 
 
 def is_built(cache: Path, toolchain: Toolchain) -> bool:
@@ -110,6 +132,7 @@ def _compile(toolchain: Toolchain, target: Path) -> None:
         _run(
             [
                 *(toolchain.compiler, *_FLAGS, f"-I{toolchain.torch / 'include'}", str(toolchain.sources / _MAIN)),
+                f'-DTOKENSTREAM_ARITHMETIC="{toolchain.arithmetic}"',
                 *(f"-L{libraries}", *openmp, "-lc10", "-ltorch_cpu", "-o", str(made)),
             ]
         )

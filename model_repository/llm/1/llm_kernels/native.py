@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llm_engine import sampling
 from llm_engine.attention import KVCache, Mask
@@ -42,6 +42,11 @@ def load(cache: Path, dtype: str) -> None:
         cast(Any, torch.ops).load_library(path)
     except OSError as error:
         raise NativeUnavailableError(f"{path} cannot be loaded ({error}); delete it") from None
+
+
+def arithmetic() -> str:
+    """Name what decides the bits that the loaded kernels compute; see Toolchain.arithmetic."""
+    return cast(str, torch.ops.tokenstream.arithmetic())
 
 
 def row_max(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,15 +91,21 @@ class NativeLlama:
 
     @classmethod
     def from_model(cls, model: Any, positions: int) -> NativeLlama:
-        """Pack a transformers model for contexts of up to `positions`. Raises NativeUnavailableError."""
+        """Pack a transformers model for contexts of up to `positions`. Raises NativeUnavailableError.
+
+        The model gives its weights away: what is packed keeps its shape alone (its parameters are on the meta device),
+        and the rest is copied out of the files that it may be mapped from.
+        """
         refuse_unsupported(model)
         config, inner = model.config, model.model
         rows = torch.arange(positions)[None]
         cos, sin = inner.rotary_emb(inner.embed_tokens.weight[:1], rows)
         attention = inner.layers[0].self_attn
         half = attention.head_dim // 2
-        linears = [w for layer in inner.layers for w in _linears(layer)] + [model.lm_head.weight]
-        packed = iter(_pack_all(linears))
+        packed = iter(_pack_all([g for layer in inner.layers for g in _groups(layer)] + [(model.lm_head,)]))
+        for parameter in model.parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.clone()
         weights = [t for layer in inner.layers for t in _layer(layer, packed)] + [inner.norm.weight, next(packed)]
         return cls(
             embedding=inner.embed_tokens.weight,
@@ -195,29 +206,41 @@ def _window(attention: Any) -> int:
     return int(getattr(attention, "sliding_window", getattr(config, "sliding_window", None)) or 0)
 
 
-def _linears(layer: Any) -> list[Tensor]:
-    """The layer's weights in the order in which a step reads them, joined where they share an input."""
+def _groups(layer: Any) -> list[tuple[nn.Linear, ...]]:
+    """The layer's linears in the order in which a step reads them, together where they share an input."""
     attention, mlp = layer.self_attn, layer.mlp
-    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
-    depth = gate.shape[1]
-    pairs = torch.stack([gate.view(-1, 16, depth), up.view(-1, 16, depth)], dim=1)
     return [
-        torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]),
-        attention.o_proj.weight,
-        pairs.view(-1, depth),
-        mlp.down_proj.weight,
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj),
+        (mlp.down_proj,),
     ]
 
 
-def _pack_all(weights: list[Tensor]) -> list[Tensor]:
-    """Pack into one piece of memory, in order, so that huge pages serve all and one weight's end fetches the next."""
-    sizes = [panels(w.shape[0]) * _PANEL * w.shape[1] for w in weights]
+def _take(group: tuple[nn.Linear, ...]) -> Tensor:
+    """The weights of a group as one [columns, depth]; gate and up take turns of 16 columns. The linears lose them."""
+    weights = [linear.weight.data for linear in group]
+    for linear in group:  # a parameter of its own: the head's may be the embedding's too, which keeps it
+        linear.weight = nn.Parameter(torch.empty_like(linear.weight, device="meta"), requires_grad=False)
+    if len(group) == 2:
+        depth = weights[0].shape[1]
+        return torch.stack([weight.view(-1, 16, depth) for weight in weights], dim=1).view(-1, depth)
+    return torch.cat(weights) if len(group) > 1 else weights[0].contiguous()
+
+
+def _pack_all(groups: list[tuple[nn.Linear, ...]]) -> list[Tensor]:
+    """Pack into one piece of memory, in order, so that huge pages serve all and one weight's end fetches the next.
+
+    Each group gives its weights away when it is packed, so that at no time both forms of all are there.
+    """
+    shapes = [(panels(sum(linear.weight.shape[0] for linear in g)), g[0].weight.shape[1]) for g in groups]
+    sizes = [count * _PANEL * depth for count, depth in shapes]
     memory = torch.empty(sum(sizes), dtype=torch.bfloat16)
     torch.ops.tokenstream.advise_huge_pages(memory)
     packed = []
-    for weight, piece in zip(weights, torch.split(memory, sizes), strict=True):
-        out = piece.view(-1, weight.shape[1] // 2, _PANEL, 2)
-        torch.ops.tokenstream.pack_linear(weight.contiguous(), out)
+    for group, (_, depth), piece in zip(groups, shapes, torch.split(memory, sizes), strict=True):
+        out = piece.view(-1, depth // 2, _PANEL, 2)
+        torch.ops.tokenstream.pack_linear(_take(group), out)
         packed.append(out)
     return packed
 

@@ -122,6 +122,7 @@ void advise_huge_pages_meta(const Tensor&) {}
 }  // namespace
 
 TORCH_LIBRARY(tokenstream, m) {
+  m.def("arithmetic() -> str", [] { return std::string(TOKENSTREAM_ARITHMETIC); });  // given by build.py
   m.def("advise_huge_pages(Tensor(a!) memory) -> ()");
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) key_cache, Tensor(b!) value_cache, "

@@ -15,16 +15,25 @@ from llm_kernels.native import NativeLlama
 from .. import attention
 from ..attention import KVCache
 from ..config import ConfigError, EngineConfig, cache_folder
+from . import machine
 from .generation import defaults, eos_token_ids
+from .identity import digest_of_model, name_arithmetic
 from .loaded import LoadedModel
-from .resources import resolve_sizes, resolve_threads
+from .machine import MIB, Memory
+from .resources import Demand, Resources, resolve_sizes, resolve_threads, scratch_bytes
 from .shape import discover_attention, refuse_unsafe
 
+_FORM = "as transformers holds them"
+_PACKED_FORM = "packed for the native kernels, transformers' copy dropped"
 log = logging.getLogger(__name__)
 
 
-def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> LoadedModel:
-    """Give a transformers model its KV cache and probe it. `config` must name a dtype; ConfigError if it is unsafe."""
+def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str, memory: Memory | None = None) -> LoadedModel:
+    """Give a transformers model its KV cache and kernels. `config` must name a dtype; ConfigError if it is unsafe.
+
+    `digest` is that of the weights. `memory`: what was left before they were read; unset, they are in memory by
+    themselves. A model that the kernels compute in whole steps loses its weights to their own form.
+    """
     attention.register()
     text_config = model.config.get_text_config()
     refuse_unsafe(text_config)
@@ -34,7 +43,7 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> Loa
         )
     model.set_attn_implementation(attention.NAME)
     device = next(model.parameters()).device
-    config = resolve_threads(config, device)
+    config, threads_from = resolve_threads(config, device)
     dtype = getattr(torch, config.dtype)
     shapes = discover_attention(model, device)
     if len(shapes) != text_config.num_hidden_layers:
@@ -43,7 +52,8 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> Loa
             f"with attention; layers with another kind of state cannot be batched here"
         )
     per_token = sum(2 * heads * dim for heads, dim in shapes.values()) * dtype.itemsize
-    config = resolve_sizes(config, text_config, per_token, device)
+    demand = _demand(model, config, device, memory, per_token)
+    config, kv_cache_from = resolve_sizes(config, text_config, demand, device)
     config, llama = _choose_kernels(model, config, device)
     slots = config.kv_tokens
     for module, (heads, dim) in shapes.items():
@@ -58,11 +68,46 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> Loa
         defaults=defaults(model.generation_config),
         caches=tuple(cast(Any, module).kv_cache for module in shapes),
         exact="sampled",
-        digest=f"{digest}-{config.kernels}",
+        digest=digest,
         llama=llama,
+        arithmetic=name_arithmetic(config, device, whole_steps=llama is not None),
+        resources=Resources(
+            threads_from=threads_from,
+            kv_cache_mib=round(slots * per_token / MIB, 1),
+            kv_cache_from=kv_cache_from,
+            weights_mib=round(_held(model, llama) / MIB, 1),
+            weights_form=_FORM if llama is None else _PACKED_FORM,
+        ),
     )
-    log.info("KV cache: %d tokens, %.1f MiB on %s", slots, slots * per_token / 2**20, device)
-    return loaded
+    _log(loaded)
+    return replace(loaded, digest=digest_of_model(digest, loaded))
+
+
+def _demand(model: Any, config: EngineConfig, device: torch.device, memory: Memory | None, per_token: int) -> Demand:
+    if device.type == "cuda":
+        return Demand.on_cuda(device, per_token)
+    weights = _held(model)
+    if memory is None:
+        found = machine.memory()
+        memory = replace(found, left=found.left + weights)
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    if head is embedding and config.dtype == "bfloat16" and config.kernels != "torch":
+        weights += head.nbytes  # the packed head is no longer the embedding
+    return Demand.on_cpu(memory, per_token, weights, scratch_bytes(config, embedding))
+
+
+def _held(model: Any, llama: NativeLlama | None = None) -> int:
+    """Bytes of weights in memory, in both forms."""
+    own = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.is_meta}
+    packed = {t.data_ptr(): t.nbytes for t in llama.weights} if llama else {}
+    return sum((own | packed).values())
+
+
+def _log(loaded: LoadedModel) -> None:
+    taken, config = loaded.resources, loaded.config
+    log.info("KV cache: %d tokens, %.1f MiB (%s)", config.kv_tokens, taken.kv_cache_mib, taken.kv_cache_from)
+    log.info("weights: %.1f MiB (%s)", taken.weights_mib, taken.weights_form)
+    log.info("arithmetic: %s", loaded.arithmetic)
 
 
 def _choose_kernels(model: Any, config: EngineConfig, device: torch.device) -> tuple[EngineConfig, NativeLlama | None]:

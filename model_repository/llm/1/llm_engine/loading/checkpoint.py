@@ -7,11 +7,12 @@ import torch
 from llm_tools import weights
 
 from .. import attention
-from ..config import ConfigError, EngineConfig
+from ..config import ConfigError, EngineConfig, cache_folder
+from . import machine
 from .attaching import attach
-from .identity import digest_of
+from .identity import digest_of_weights, weights_bytes
 from .loaded import LoadedModel
-from .resources import resolve_dtype
+from .resources import refuse_too_large, resolve_dtype
 from .shape import refuse_unsafe
 
 
@@ -24,6 +25,10 @@ def load(config: EngineConfig) -> LoadedModel:
     config = resolve_dtype(config, device)
     folder = weights.prepare(config.model)
     dtype = getattr(torch, config.dtype)
+    memory = machine.memory()
+    if device.type == "cpu":
+        refuse_too_large(weights_bytes(folder, dtype.itemsize), memory)
+    digest = digest_of_weights(folder, cache_folder())
     try:
         model_config = transformers.AutoConfig.from_pretrained(folder)
         refuse_unsafe(model_config.get_text_config())
@@ -36,8 +41,7 @@ def load(config: EngineConfig) -> LoadedModel:
             raise
         raise ConfigError(f"model {folder} cannot be loaded: {_first_line(error)}") from error
     model = model.eval().requires_grad_(requires_grad=False).to(device)
-    digest = digest_of(folder, tokenizer, config.dtype)
-    return attach(model, tokenizer, config, digest)
+    return attach(model, tokenizer, config, digest, memory)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,14 +16,16 @@ from ..attention import KVCache, Layout
 from ..batch import Batch
 from ..config import EngineConfig
 from ..request import SamplingParams
+from .resources import Resources
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model on its device with everything the engine needs to know of it.
 
-    `config` has no unset value left. `exact` is "bitwise" or "sampled". `digest` names weights, tokenizer, template,
-    dtype, kernels and exactness. `llama`, if set, computes whole steps in place of `model`.
+    `config` has no unset value left. `exact` is "bitwise" or "sampled". `digest` names all that answers depend on, and
+    `arithmetic` the part of it that computes; see identity. `llama`, if set, computes whole steps in place of `model`,
+    whose linears then have shapes alone, no weights.
     """
 
     config: EngineConfig
@@ -37,6 +39,8 @@ class LoadedModel:
     exact: str
     digest: str
     llama: NativeLlama | None = None
+    arithmetic: str = ""
+    resources: Resources = field(default_factory=Resources)
 
     def forward(self, batch: Batch, head_rows: Tensor) -> Tensor:
         """Logits [head rows, vocabulary] of `batch`; the KV of its rows is written. head_rows: int64 [heads]."""
@@ -69,6 +73,8 @@ class LoadedModel:
             **asdict(self.config),
             "exact": self.exact,
             "digest": self.digest,
+            "arithmetic": self.arithmetic,
+            **asdict(self.resources),
             "vocab_size": self.vocab_size,
             "chat": bool(self.tokenizer.chat_template),
             "eos_token_ids": self.eos_token_ids,
