@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from engine import driver
-from llm_engine.config import ConfigError
+from llm_engine.config import ConfigError, cache_folder
 from llm_kernels import build as native_build
+from llm_kernels import native
 from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
 
 VERSION = Path(native_build.FOLDER).parent  # the folder that holds llm_engine
@@ -77,6 +78,27 @@ def test_the_name_depends_on_sources_torch_compiler_and_processor(tmp_path: Path
     note(replace(chain, macros="#define __AVX512F__ 1"))
     assert len(names) > 10
     assert len(set(names)) == len(names)
+
+
+def test_the_arithmetic_depends_on_sources_compiler_and_instructions_alone(tmp_path: Path) -> None:
+    sources = Path(shutil.copytree(native_build.FOLDER, tmp_path / "sources"))
+    macros = '#define __VERSION__ "12.2.0"\n#define __tune_znver4__ 1\n#define __AVX2__ 1\n#define __PKU__ 1\n'
+    chain = Toolchain("g++", macros, tmp_path / "torch", sources)
+    first = chain.arithmetic
+    assert first.endswith(" (12.2.0, znver4)")
+    other_order = "\n".join(reversed(macros.splitlines()))
+    for macros_ in (macros.replace("__PKU__", "__SGX__"), other_order):
+        assert replace(chain, macros=macros_, torch=tmp_path / "other").arithmetic == first
+    changes = {"12.2.0": "13.1.0", "znver4": "sapphirerapids", "#define __AVX2__ 1": "", "AVX2": "AVX512F"}
+    found = {replace(chain, macros=macros.replace(old, new)).arithmetic for old, new in changes.items()}
+    (sources / "tile_cpu.h").write_text((sources / "tile_cpu.h").read_text() + "\n")
+    assert len({first, chain.arithmetic, *found}) == 2 + len(changes)
+
+
+@pytest.mark.parametrize("dtype", driver.native_dtypes()[:1])
+def test_the_loaded_kernels_name_their_own_arithmetic(dtype: str) -> None:
+    native.load(cache_folder(), dtype)
+    assert native.arithmetic() == Toolchain.found().arithmetic
 
 
 def test_a_build_is_kept(tmp_path: Path) -> None:
@@ -187,7 +209,7 @@ def test_without_a_compiler_the_engine_serves_and_says_once_what_it_costs(tmp_pa
         import json, logging
         logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
         from engine import driver, tiny_models
-        from llm_engine.config import ConfigError
+        from llm_engine.config import ConfigError, cache_folder
         from llm_engine.request import SamplingParams
         told = {}
         for dtype in ("float32", "bfloat16"):
