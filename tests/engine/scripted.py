@@ -64,6 +64,7 @@ def load(tokenizer: Any = None, **values: Any) -> ScriptedModel:
         tokenizer=tokenizer or tiny_models.tokenizer(),
         device=device,
         vocab_size=tiny_models.vocab_size(),
+        embedding_size=tiny_models.vocab_size(),
         eos_token_ids=(tiny_models.EOS,),
         defaults=SamplingParams(),
         caches=(KVCache.empty(config.kv_tokens, 1, 1, torch.float32, device),),

@@ -54,7 +54,7 @@ class TritonPythonModel:
             self._engine = engine = Engine(engine_config)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._prompts = PromptEncoder(engine.tokenizer, engine.config.max_context, engine.vocab_size)
+        self._prompts = PromptEncoder(engine.tokenizer, engine.config.max_context, engine.embedding_size)
         self._keeps_queue = model_keeps_queue(config)
         self._yields = _instances(config) > 1
         self._ids = itertools.count()

@@ -7,6 +7,7 @@ It does not know tensors, nor what the parameters do.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -21,8 +22,15 @@ def read_parameters(values: Mapping[str, Any], defaults: SamplingParams) -> Samp
     for key in values:
         if key not in NAMES:
             raise RequestError(f"sampling parameter {key!r} is unknown; known ones are {', '.join(sorted(NAMES))}")
-    coerced = {key: _COERCE[key](key, value) for key, value in values.items() if value is not None}
+    coerced = {key: _coerced(key, value) for key, value in values.items() if value is not None}
     return replace(defaults, **coerced)
+
+
+def _coerced(key: str, value: object) -> Any:
+    try:
+        return _COERCE[key](key, value)
+    except RecursionError:
+        raise RequestError(f"{key} is nested too deeply") from None
 
 
 def _as_int(name: str, value: object) -> int:
@@ -41,7 +49,9 @@ def _as_float(name: str, value: object) -> float:
         raise RequestError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)
-    except (ValueError, OverflowError):
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf if isinstance(value, int) and value > 0 else -math.inf
+    except ValueError:
         raise RequestError(f"{name} must be a number, got {value!r}") from None
 
 

@@ -13,12 +13,12 @@ from llm_engine.request import RequestError, check_token_ids, is_unicode
 
 
 class PromptEncoder:
-    """Encodes for one tokenizer. `max_context` is in tokens; `vocab_size` bounds token ids."""
+    """Encodes for one tokenizer. `max_context` is in tokens; `embedding_size` bounds token ids."""
 
-    def __init__(self, tokenizer: Any, max_context: int, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, max_context: int, embedding_size: int) -> None:
         self._tokenizer = tokenizer
         self._max_context = max_context
-        self._vocab_size = vocab_size
+        self._embedding_size = embedding_size
         longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
         self._max_bytes = longest * max_context  # a longer text cannot fit, and need not be tokenized to know it
 
@@ -50,5 +50,5 @@ class PromptEncoder:
 
     def decode(self, field: str, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens skipped."""
-        check_token_ids(field, ids, self._vocab_size)
+        check_token_ids(field, ids, self._embedding_size)
         return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from llm_engine.request import RequestError, SamplingParams
+from llm_engine.request import RequestError, SamplingParams, is_unicode
 from parameters import NAMES, read_parameters
 
 _SAMPLING_TENSORS = {
@@ -37,6 +37,10 @@ _SAMPLING_TENSORS = {
 }
 _REQUEST_PARAMETERS = frozenset({*NAMES, *_SAMPLING_TENSORS, "llm_priority", "cache_salt", "timeout", "priority"})
 _GUIDES = ("guided_decoding_guide_type", "guided_decoding_guide")
+MAX_ID_BYTES = 256
+_MAX_SALT_BYTES = 1024
+_MAX_TIMEOUT = 2**64 - 1  # microseconds: Triton's own are 64 bits
+_MAX_DIGITS = 4300  # of an integer, for Python
 
 
 class Operation(Enum):
@@ -72,6 +76,8 @@ class Call:
 
 def read_call(request: Any, request_id: str, defaults: SamplingParams) -> Call:
     """Read a Triton InferenceRequest, known as `request_id`; RequestError if anything in it cannot be honoured."""
+    if (size := len(request_id.encode())) > MAX_ID_BYTES:
+        raise RequestError(f"the request id may have at most {MAX_ID_BYTES} bytes, got {size}")
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     parameters = json.loads(request.parameters() or "{}")
     call = Call(request_id=request_id, outputs=frozenset(request.requested_output_names()))
@@ -91,7 +97,7 @@ def read_call(request: Any, request_id: str, defaults: SamplingParams) -> Call:
     call.resume_fingerprint = _one(inputs, "resume_fingerprint", _text) or None
     call.template_time = _read_time(_one(inputs, "template_time", _text))
     call.priority = _priority(parameters.get("llm_priority", 2))
-    call.cache_salt = str(parameters.get("cache_salt", ""))
+    call.cache_salt = _salt(parameters.get("cache_salt"))
     call.timeout_seconds = _timeout(request.timeout() or parameters.get("timeout"))
     _refuse_misspelt(parameters)
     return call
@@ -209,7 +215,7 @@ def _json_object(name: str, text: str | None) -> dict[str, Any]:
         return {}
     _refuse_half_characters(name, text)
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=lambda digits: int(digits[:_MAX_DIGITS]))  # still beyond every bound
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{name} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -240,7 +246,19 @@ def _timeout(microseconds: Any) -> float:
         value = -1
     if value < 0 or isinstance(microseconds, bool | float):
         raise RequestError(f"timeout must be a whole number of microseconds, got {microseconds!r}")
+    if value > _MAX_TIMEOUT:
+        raise RequestError(f"timeout must be at most {_MAX_TIMEOUT} microseconds, got {microseconds!r}")
     return value / 1e6 or math.inf
+
+
+def _salt(value: Any) -> str:
+    """The request parameter `cache_salt`; absent and null: the salt that all share who name none."""
+    salt = "" if value is None else str(value)
+    if not is_unicode(salt):
+        raise RequestError("cache_salt holds half of a surrogate pair, which is no character")
+    if (size := len(salt.encode())) > _MAX_SALT_BYTES:
+        raise RequestError(f"cache_salt may have at most {_MAX_SALT_BYTES} bytes, got {size}")
+    return salt
 
 
 def _refuse_misspelt(parameters: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ class Engine:
         self._loaded = self._runner.loaded
         self.config = self._loaded.config
         self.tokenizer = self._loaded.tokenizer
-        self.vocab_size = self._loaded.vocab_size
+        self.vocab_size, self.embedding_size = self._loaded.vocab_size, self._loaded.embedding_size
         self.metrics = Metrics()
         self.heartbeat = time.monotonic()  # when the engine thread last finished a turn
         self._pool = BlockPool(
@@ -144,7 +144,7 @@ class Engine:
     def _admit_checked(self, request: Request) -> FinishReason | None:
         """Check a request and fill in the engine's fields; return a reason if its resumed answer has ended already."""
         loaded = self._loaded
-        fit(request, self.tokenizer, self.config.max_context, self.vocab_size)
+        fit(request, self.tokenizer, self.config.max_context, self.vocab_size, self.embedding_size)
         request.fingerprint = fingerprint(loaded.digest, request.prompt_ids)
         if request.resume_fingerprint not in (None, request.fingerprint):
             raise RequestError(

@@ -13,9 +13,12 @@ from typing import Any
 from .request import Request, RequestError, check_token_ids
 
 
-def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int) -> None:
-    """Refuse a request that does not fit, else set its `max_total` and `bad_words_ids`. `max_context` is in tokens."""
-    check_token_ids("input_ids", request.prompt_ids, vocab_size)
+def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int, embedding_size: int) -> None:
+    """Refuse a request that does not fit, else set its `max_total` and `bad_words_ids`. `max_context` is in tokens.
+
+    Token ids of a prompt lie below `embedding_size`, those that an answer may hold below `vocab_size`.
+    """
+    check_token_ids("input_ids", request.prompt_ids, embedding_size)
     check_token_ids("resume_token_ids", request.resume_token_ids, vocab_size)
     request.params.check_vocabulary(vocab_size)
     prompt, resumed = len(request.prompt_ids), len(request.resume_token_ids)

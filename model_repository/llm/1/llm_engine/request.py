@@ -22,6 +22,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_BAD_WORDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_COUNT = 2**63 - 1  # of tokens: what a tensor of int64 holds
 
 
 class Code(StrEnum):
@@ -67,6 +68,15 @@ class SamplingParams:
 
     `max_tokens` None means the rest of the context. `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens.
     `seed` None is replaced by a drawn one at submit. `logprobs` None means none; N means the N best besides the chosen.
+
+        max_tokens           1 to 2^63 - 1          presence_penalty     -2 to 2
+        min_tokens           0 to max_tokens        frequency_penalty    -2 to 2
+        temperature          0 to 100               seed                 0 to 2^64 - 1
+        top_k                -1 to 2^63 - 1         stop                 16 strings of 1 to 256 bytes
+        top_p                above 0, to 1          bad_words            64 strings of 1 to 256 bytes
+        min_p                0 to 1                 stop_token_ids       64 ids of the vocabulary
+        repetition_penalty   0.01 to 100            logit_bias           1024 ids, each with -100 to 100
+        logprobs             0 to 20
     """
 
     max_tokens: int | None = None
@@ -91,25 +101,24 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Refuse what is out of range: RequestError naming the field, the bound and the value."""
         if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, None)
-        _within("min_tokens", self.min_tokens, 0, None)
+            _count("max_tokens", self.max_tokens, 1)
+        _count("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_k", self.top_k, -1, None)
+        _count("top_k", self.top_k, -1)
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         _within("min_p", self.min_p, 0.0, 1.0)
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise RequestError(f"repetition_penalty must be above 0 and at most 100, got {self.repetition_penalty}")
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # logits over a smaller one are infinite
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _within("seed", self.seed, 0, 2**64 - 1)
         _strings("stop", self.stop, MAX_STOP_STRINGS)
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
-        _count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        _count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        _entries("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _entries("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for _, bias in self.logit_bias:
             _within("logit_bias", bias, -100.0, 100.0)
         if self.logprobs is not None:
@@ -134,7 +143,7 @@ def check_token_ids(field_name: str, ids: Sequence[int], size: int) -> None:
     """Refuse ids outside [0, size): RequestError naming the field and the first such id."""
     for token in ids:
         if not 0 <= token < size:
-            raise RequestError(f"{field_name} must hold token ids from 0 to {size - 1}, got {token}")
+            raise RequestError(f"{field_name} must hold token ids from 0 to {size - 1}, got {_shown(token)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,19 +262,31 @@ class Request:
         return len(self.tokens) + self.in_flight - self.computed
 
 
-def _within(name: str, value: float, low: float, high: float | None) -> None:
-    if not math.isfinite(value) or value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be {bound}, got {value}")
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN is nowhere
+        raise RequestError(f"{name} must be from {low} to {high}, got {_shown(value)}")
 
 
-def _count(name: str, count: int, limit: int) -> None:
+def _count(name: str, value: int, low: int) -> None:
+    if not low <= value <= MAX_COUNT:
+        bound = f"at least {low}" if value < low else f"at most {MAX_COUNT}"
+        raise RequestError(f"{name} must be {bound}, got {_shown(value)}")
+
+
+def _shown(value: float) -> str:
+    """A number as an error shows it: Python writes no integer of more than 4300 digits, and nobody reads hundreds."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of some {value.bit_length() * 0.30103:.0f} digits"
+    return str(value)
+
+
+def _entries(name: str, count: int, limit: int) -> None:
     if count > limit:
         raise RequestError(f"{name} may hold at most {limit} entries, got {count}")
 
 
 def _strings(name: str, values: tuple[str, ...], limit: int) -> None:
-    _count(name, len(values), limit)
+    _entries(name, len(values), limit)
     for value in values:
         if not value:
             raise RequestError(f"{name} must not hold an empty string")

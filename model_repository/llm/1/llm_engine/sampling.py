@@ -1,4 +1,4 @@
-"""Choose one token per row of logits: rules, penalties, temperature, top-k, top-p, min-p, draw, and logprobs.
+"""Choose one token per row of logits: rules, penalties, temperature, min-p, top-k, top-p, draw, and logprobs.
 
 A token depends on its own row, its seat's parameters and (seed, position) alone: no generator, no state but the seat's,
 and no floating-point sum over the vocabulary, so neither neighbours nor the order of additions can change it. `sample`
@@ -112,14 +112,14 @@ class Sampler:
         """Prepare `seat` for `request`, whose `tokens` must hold every token drawn so far.
 
         `bad_words_ids` holds each forbidden word as non-empty token ids: its last token is banned behind the others.
-        Until `min_tokens` the stop token ids are banned, and `eos_token_ids` unless EOS is ignored anyway.
+        Until `min_tokens` the stop token ids are banned, and `eos_token_ids` unless EOS is ignored anyway. Tokens that
+        have no logit are never drawn, and need no rule.
         """
         params = request.params
-        rules = list(_rules(params, eos_token_ids, bad_words_ids))
+        rules = [rule for rule in _rules(params, eos_token_ids, bad_words_ids) if rule.token < self._vocab_size]
         draws = params.temperature >= _GREEDY_BELOW
         temperature = params.temperature if draws else 1.0
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        real = (temperature, params.top_p, params.min_p, *penalties)
         wants = _Wants(
             draws=draws,
             top_k=params.top_k if 0 < params.top_k < self._vocab_size else 0,
@@ -131,7 +131,7 @@ class Sampler:
             logprobs=params.logprobs,
         )
         self._wants[seat] = wants
-        _put(self._real[seat], torch.tensor(real, dtype=torch.float32))
+        _put(self._real[seat], torch.tensor([temperature, params.top_p, params.min_p, *penalties], dtype=torch.float32))
         self._seed[seat] = _signed(request.seed)
         self._top_k[seat] = wants.top_k
         self._rules.admit(seat, rules, request.tokens)
@@ -175,6 +175,7 @@ class Sampler:
         """Draw one token per row, of rows that all draw and that all want top-k or all do not: int64 [n].
 
         The largest of log weight + Gumbel noise is the largest of weight / exponential noise, with one logarithm less.
+        As in vLLM, top-p takes its share of what min-p and top-k leave, whose order does not matter.
         """
         temperature, top_p, min_p = self._real[seat_index, :3, None].unbind(dim=1)
         weights = (scores.float() - peak[:, None]).div_(temperature).exp_()  # the likeliest weighs exactly 1
@@ -184,11 +185,11 @@ class Sampler:
             weights, ids = _largest(weights, k)
             rank = torch.arange(k, device=self._device)
             weights = weights.masked_fill(rank >= self._top_k[seat_index, None], 0.0)
+        if any(w.min_p for w in wants):
+            weights = weights.masked_fill(weights < min_p, 0.0)
         if any(w.top_p for w in wants):
             kept = _nucleus(weights, top_p) if ids is None else _nucleus_of_sorted(weights, top_p)
             weights = weights.masked_fill(~kept & (top_p < 1.0), 0.0)
-        if any(w.min_p for w in wants):
-            weights = weights.masked_fill(weights < min_p, 0.0)
         noise = _exponential(self._seed[seat_index], positions, self._ids if ids is None else ids.int())
         best = weights.div_(noise).max(dim=-1, keepdim=True).indices
         return (best if ids is None else ids.gather(1, best)).squeeze(1)
@@ -212,9 +213,9 @@ class Sampler:
 
     def _count(self, seat: int, tokens: Sequence[int], prompt_len: int) -> None:
         seen_in_prompt, counts = self._occurrences()
-        ids = _to_device(torch.tensor(tokens, dtype=torch.int64), self._device)
-        seen_in_prompt[seat].zero_().index_fill_(0, ids[:prompt_len], 1)
-        answer = ids[prompt_len:]
+        ids = torch.tensor(tokens, dtype=torch.int64)
+        prompt, answer = ids[:prompt_len], _to_device(ids[prompt_len:], self._device)
+        seen_in_prompt[seat].zero_().index_fill_(0, _to_device(prompt[prompt < self._vocab_size], self._device), 1)
         counts[seat].zero_().scatter_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
     def _add_drawn(self, seat_index: Tensor, tokens: Tensor) -> None:
@@ -231,26 +232,26 @@ class _Rules:
 
     def __init__(self, seats: int, device: torch.device) -> None:
         self._device = device
-        self._resize(seats, 0, 0)
+        self._token, self._value, self._until, self._prefix, self._recent = self._tables(seats, 0, 0)
 
-    def _resize(self, seats: int, count: int, length: int) -> None:
-        self._token = torch.zeros(seats, count, dtype=torch.int64, device=self._device)
-        self._value = torch.full((seats, count), _NOTHING, device=self._device)
-        self._until = torch.zeros(seats, count, dtype=torch.int64, device=self._device)
-        self._prefix = torch.full((seats, count, length), _ANY, dtype=torch.int64, device=self._device)
-        self._recent = torch.full((seats, length), _NONE, dtype=torch.int64, device=self._device)
+    def _tables(self, seats: int, count: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        token = torch.zeros(seats, count, dtype=torch.int64, device=self._device)
+        value = torch.full((seats, count), _NOTHING, device=self._device)
+        prefix = torch.full((seats, count, length), _ANY, dtype=torch.int64, device=self._device)
+        recent = torch.full((seats, length), _NONE, dtype=torch.int64, device=self._device)
+        return token, value, torch.zeros_like(token), prefix, recent
 
     def _grow(self, count: int, length: int) -> None:
-        """Make room for `count` rules with prefixes of `length` tokens, keeping what is there."""
-        old = self._token, self._value, self._until, self._prefix, self._recent
+        """Make room for `count` rules with prefixes of `length` tokens, keeping what is there; all of it or nothing."""
         seats, old_count, old_length = self._prefix.shape
         if count <= old_count and length <= old_length:
             return
-        self._resize(seats, max(count, old_count), max(length, old_length))
-        start = self._prefix.shape[2] - old_length
-        self._token[:, :old_count], self._value[:, :old_count], self._until[:, :old_count] = old[:3]
-        self._prefix[:, :old_count, start:] = old[3]
-        self._recent[:, start:] = old[4]
+        grown = self._tables(seats, max(count, old_count), max(length, old_length))
+        token, value, until, prefix, recent = grown
+        start = prefix.shape[2] - old_length
+        token[:, :old_count], value[:, :old_count], until[:, :old_count] = self._token, self._value, self._until
+        prefix[:, :old_count, start:], recent[:, start:] = self._prefix, self._recent
+        self._token, self._value, self._until, self._prefix, self._recent = grown
 
     def admit(self, seat: int, rules: Sequence[_Rule], tokens: Sequence[int]) -> None:
         """Replace the rules of `seat` and its recent tokens."""
@@ -258,8 +259,7 @@ class _Rules:
         _, count, length = self._prefix.shape
         if not count:
             return
-        padding = [_Rule(token=0, value=_NOTHING, until=0)] * (count - len(rules))
-        rows = [*rules, *padding]
+        rows = [*rules, *[_Rule(token=0, value=_NOTHING, until=0)] * (count - len(rules))]
         prefixes = [[_ANY] * (length - len(rule.prefix)) + list(rule.prefix) for rule in rows]
         recent = ([_NONE] * length + list(tokens[-length:]))[-length:] if length else []
         _put(self._token[seat], torch.tensor([rule.token for rule in rows]))
@@ -338,8 +338,7 @@ def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _share(units: Tensor, top_p: Tensor) -> Tensor:
-    total = units.sum(dim=1, keepdim=True)
-    return (top_p.double() * total.double()).ceil().long().clamp_(min=1)
+    return (top_p.double() * units.sum(dim=1, keepdim=True).double()).ceil().long().clamp_(min=1)
 
 
 def _cut(digits: Tensor, units: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:

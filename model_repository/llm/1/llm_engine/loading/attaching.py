@@ -58,12 +58,14 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str, memory
     slots = config.kv_tokens
     for module, (heads, dim) in shapes.items():
         cast(Any, module).kv_cache = KVCache.empty(slots, heads, dim, dtype, device)
+    embedded, drawn = (e.weight.shape[0] for e in (model.get_input_embeddings(), model.get_output_embeddings()))
     loaded = LoadedModel(
         config=config,
         model=model,
         tokenizer=tokenizer,
         device=device,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=min(embedded, drawn),  # what is drawn is embedded in the next step
+        embedding_size=embedded,
         eos_token_ids=eos_token_ids(model, tokenizer),
         defaults=defaults(model.generation_config),
         caches=tuple(cast(Any, module).kv_cache for module in shapes),

@@ -23,9 +23,10 @@ from .resources import Resources
 class LoadedModel:
     """A model on its device with everything the engine needs to know of it.
 
-    `config` has no unset value left. `exact` is "bitwise" or "sampled". `digest` names all that answers depend on, and
-    `arithmetic` the part of it that computes; see identity. `llama`, if set, computes whole steps in place of `model`,
-    whose linears then have shapes alone, no weights.
+    `config` has no unset value left. `vocab_size`: ids below it can be drawn and embedded; a prompt may hold ids below
+    `embedding_size`, which is no smaller. `exact` is "bitwise" or "sampled". `digest` names all that answers depend on,
+    and `arithmetic` the part of it that computes; see identity. `llama`, if set, computes whole steps in place of
+    `model`, whose linears then have shapes alone, no weights.
     """
 
     config: EngineConfig
@@ -33,6 +34,7 @@ class LoadedModel:
     tokenizer: Any
     device: torch.device
     vocab_size: int
+    embedding_size: int
     eos_token_ids: tuple[int, ...]
     defaults: SamplingParams
     caches: tuple[KVCache, ...]
@@ -50,7 +52,7 @@ class LoadedModel:
         else:
             layout = native.PagedLayout.of(batch, block_size, self.config.threads)
             if self.llama is not None:
-                return self.llama.forward(batch, head_rows, layout, self.caches)
+                return self.llama.forward(batch, head_rows, layout, self.caches)[:, : self.vocab_size]
         out = self.model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
@@ -58,7 +60,7 @@ class LoadedModel:
             logits_to_keep=head_rows,
             layout=layout,
         )
-        return cast(Tensor, out.logits[0])
+        return cast(Tensor, out.logits[0])[:, : self.vocab_size]
 
     @property
     def scratch_slot(self) -> int | None:
