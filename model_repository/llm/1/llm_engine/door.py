@@ -24,6 +24,7 @@ class Door:
         self._seats = seats
         self._max_queue_size = max_queue_size
         self._waiting: Counter[int] = Counter()  # by priority: those inside who never had a seat
+        self._unseated: set[str] = set()  # their ids
         self._backlog = False
         self._closed = ""
         self._per_seat = 1.0  # seconds in which a seat was freed when somebody waited before; a guess at first
@@ -53,18 +54,23 @@ class Door:
                 self._moments = deque([time.monotonic()], _LATELY)
             self.live[request.id] = request
             self._waiting[request.priority] += 1
+            self._unseated.add(request.id)
 
     def seated(self, request: Request) -> None:
         """Note that a request has been given its first seat."""
         with self._changed:
             self._waiting[request.priority] -= 1
+            self._unseated.discard(request.id)
 
     def leave(self, request: Request) -> None:
-        """Let a request out."""
+        """Let a request out. Again: no effect."""
         with self._changed:
-            del self.live[request.id]
-            self._waiting[request.priority] -= request.queued
-            if not request.queued:
+            if self.live.pop(request.id, None) is None:
+                return
+            if request.id in self._unseated:
+                self._unseated.discard(request.id)
+                self._waiting[request.priority] -= 1
+            else:
                 self._moments.append(time.monotonic())
             self._changed.notify_all()
 

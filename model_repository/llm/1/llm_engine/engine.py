@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from . import loading
+from .admission import Admission
 from .blocks import BlockPool
 from .config import EngineConfig
+from .deltas import delta
 from .door import Door
-from .fit import fingerprint, fit
 from .loading import LoadedModel
 from .metrics import Metrics, Outcome
-from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status, Timings
+from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status
 from .runner import Drawn, InFlight, Runner, is_device_lost
 from .scheduler import Chunk, Scheduler
-from .text import TextStream
 
 STALL_SECONDS = 5.0
 STALL_SLACK = 5.0  # times the longest step expected from those measured at load
@@ -59,6 +59,7 @@ class Engine:
         self._loaded = self._runner.loaded
         self.config = self._loaded.config
         self.tokenizer = self._loaded.tokenizer
+        self._admission = Admission(self._loaded)
         self.vocab_size, self.embedding_size = self._loaded.vocab_size, self._loaded.embedding_size
         self.metrics = Metrics()
         self.heartbeat = time.monotonic()  # when the engine thread last finished a turn
@@ -93,16 +94,20 @@ class Engine:
         """
         request.emit = emit
         try:
-            if (ended := self._admit_checked(request)) is None:
+            if (ended := self._admission.admit(request)) is None:
                 if not self._door.live:
                     self.heartbeat = time.monotonic()  # idle until now: the thread has had nothing to finish
                 self._door.enter(request)
         except RequestError as error:
             self.metrics.count_refused(error)
             raise
+        except Exception as error:
+            log.exception("request %s could not be accepted", request.id)
+            self.metrics.count_ended("failed")
+            raise _internal("the request could not be accepted", error, own_fault=True) from None
         if ended is not None:
             self.metrics.count_finished(request, ended, time.monotonic())
-            _hand_out(emit, [self._delta(request, "", (), finish_reason=ended)])
+            self._hand_out(emit, [delta(request, "", self._loaded.exact, finish_reason=ended)])
             return
         self._inbox.put(request)
 
@@ -141,61 +146,35 @@ class Engine:
         self._inbox.put(_Close())
         self._thread.join(timeout)
 
-    def _admit_checked(self, request: Request) -> FinishReason | None:
-        """Check a request and fill in the engine's fields; return a reason if its resumed answer has ended already."""
-        loaded = self._loaded
-        fit(request, self.tokenizer, self.config.max_context, self.vocab_size, self.embedding_size)
-        request.fingerprint = fingerprint(loaded.digest, request.prompt_ids)
-        if request.resume_fingerprint not in (None, request.fingerprint):
-            raise RequestError(
-                f"resume_mismatch: this server's answer has fingerprint {request.fingerprint}, "
-                f"got {request.resume_fingerprint}"
-            )
-        request.seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        request.prompt_len = len(request.prompt_ids)
-        request.tokens = [*request.prompt_ids, *request.resume_token_ids]
-        request.text = TextStream(self.tokenizer, request.prompt_ids, request.params)
-        return self._replay(request)
-
-    def _replay(self, request: Request) -> FinishReason | None:
-        """Bring the text state to where the resumed tokens left it."""
-        for token in request.resume_token_ids:
-            ends = self._ends(request.params, token)
-            request.text.push(token, is_end=ends)
-            request.emitted += 1
-            if ends or request.text.stopped:
-                return FinishReason.STOP
-        if len(request.tokens) < request.max_total:
-            return None
-        request.text.flush()
-        return FinishReason.STOP if request.text.stopped else FinishReason.LENGTH
-
     # --- the engine thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         in_flight: InFlight | None = None
         while self._take_inbox(wait=not self._scheduler.has_work and in_flight is None):
-            started = time.monotonic()
-            planned: InFlight | None = None
+            started, steps = time.monotonic(), self.metrics.steps
             try:
-                self._end_overdue(started)
-                if in_flight is not None and self._must_see(in_flight):
-                    self._deliver(in_flight)
-                    in_flight = None
-                planned = self._launch()
-                if in_flight is not None:
-                    self._deliver(in_flight)
-                in_flight = planned
-                if in_flight is not None and not self._runner.asynchronous:
-                    self._deliver(in_flight)
-                    in_flight = None
-            except Exception as error:  # a step's failure ends its requests, never the engine
-                log.exception("a step failed")
-                self._fail(error, in_flight, planned)
+                in_flight = self._turn(in_flight, started)
+            except Exception as error:  # the fault of no request that is known: all of them end, the engine never does
+                log.exception("a turn failed")
+                self._fail(error, "the engine failed", self._door.live.values())
                 in_flight = None
-            self._end_turn(started, stepped=planned is not None)
+            self._end_turn(started, stepped=self.metrics.steps > steps)
         for request in list(self._door.live.values()):
             self._end(request, "failed", RequestError("the engine was closed", Code.UNAVAILABLE))
+
+    def _turn(self, in_flight: InFlight | None, now: float) -> InFlight | None:
+        """Launch a step and hand out what the one before it drew; return the step that is in flight now."""
+        self._end_overdue(now)
+        if in_flight is not None and self._must_see(in_flight):
+            self._deliver(in_flight)
+            in_flight = None
+        planned = self._launch()
+        if in_flight is not None:
+            self._deliver(in_flight)
+        if planned is None or self._runner.asynchronous:
+            return planned
+        self._deliver(planned)
+        return None
 
     def _take_inbox(self, *, wait: bool) -> bool:
         """Handle all messages, waiting for the first one if idle; False once the engine is closed."""
@@ -212,8 +191,12 @@ class Engine:
                     case _Drain():
                         self._drain_deadline = min(self._drain_deadline, message.deadline)
                     case Request() if message.status is not Status.FINISHED:  # ended before it was read
-                        self._scheduler.add(message)
-                        self.metrics.prompt_tokens += message.prompt_len
+                        try:
+                            self._scheduler.add(message)
+                            self.metrics.prompt_tokens += message.prompt_len
+                        except Exception as error:
+                            log.exception("request %s could not be queued", message.id)
+                            self._blame(message, "the request could not be queued", error)
         except Empty:
             return True
 
@@ -239,49 +222,68 @@ class Engine:
         plan = self._scheduler.plan()
         self._door.note_backlog(bool(self._scheduler.waiting))
         self.metrics.preemptions += len(plan.preempted)
+        for request, error in plan.failed:
+            self._blame(request, "the request could not be scheduled", error)
         for request in plan.admitted:
             if request.preemptions == 0:  # later it finds its own blocks, which is no merit of the cache
                 self._door.seated(request)
                 self.metrics.prefix_query_tokens += len(request.tokens)
                 self.metrics.prefix_hit_tokens += request.cached_tokens
         for request in plan.admitted:  # only now, for it may fail, and the door must know of all that were seated
-            self._runner.admit(request)
+            try:
+                self._runner.admit(request)
+            except Exception as error:
+                log.exception("request %s could not be seated", request.id)
+                self._blame(request, "the request could not be seated", error)
+        plan = replace(plan, chunks=tuple(c for c in plan.chunks if c.request.status is not Status.FINISHED))
         if not plan.chunks:
             return None
         self.metrics.steps += 1
         self.metrics.rows_per_step.observe(sum(chunk.count for chunk in plan.chunks))
         self._gauge()  # before the step, so that one that hangs is seen to hang with rows in it
-        return self._runner.launch(plan)
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            log.exception("a step could not be launched")
+            self._fail(error, "the step failed", [chunk.request for chunk in plan.chunks])
+            return None
 
     def _deliver(self, step: InFlight) -> None:
         """Wait for a step, append its tokens, end what has ended, and hand out the deltas, one list per reader."""
-        drawn = iter(self._runner.collect(step))
+        try:
+            drawn = iter(self._runner.collect(step))
+        except Exception as error:
+            log.exception("a step failed")
+            self._fail(error, "the step failed", [chunk.request for chunk in step.plan.chunks])
+            return
         outbox: dict[Emit, list[Delta]] = {}
         try:
             for chunk in step.plan.chunks:
                 draw = next(drawn) if chunk.samples else None
                 self.metrics.tokens_after_cancel += chunk.samples and chunk.request.cancelled
-                if chunk.request.status is not Status.FINISHED and (delta := self._settle(chunk, draw)):
-                    outbox.setdefault(chunk.request.emit, []).append(delta)
+                if chunk.request.status is not Status.FINISHED and (told := self._settle(chunk, draw)):
+                    outbox.setdefault(chunk.request.emit, []).append(told)
         finally:  # a request whose last delta lies in the outbox is no longer live: nobody else would end it
             for emit, deltas in outbox.items():
-                _hand_out(emit, deltas)
+                self._hand_out(emit, deltas)
 
     def _settle(self, chunk: Chunk, draw: Drawn | None) -> Delta | None:
         """Take note of a computed chunk; return the delta of its token, if it drew one and the request lives on."""
         request = chunk.request
         if draw is not None and not draw.sound:
             self._pool.forget(request.blocks)
-            self._end(request, "failed", RequestError("the model computed NaN for this request", Code.INTERNAL))
+            nan = RequestError("the model computed NaN for this request", Code.INTERNAL, own_fault=True)
+            self._end(request, "failed", nan)
             return None
-        self._scheduler.confirm(chunk)
-        if draw is None:
+        if draw is not None and draw.error is not None:
+            self._blame(request, "the answer failed", draw.error)
             return None
         try:
-            return self._advance(request, draw)
-        except Exception as error:  # its text failed, say; its neighbours have nothing to do with it
+            self._scheduler.confirm(chunk)
+            return None if draw is None else self._advance(request, draw)
+        except Exception as error:  # its text failed, say
             log.exception("request %s failed", request.id)
-            self._end(request, "failed", _internal("the answer failed", error))
+            self._blame(request, "the answer failed", error)
             return None
 
     def _advance(self, request: Request, drawn: Drawn) -> Delta:
@@ -294,7 +296,7 @@ class Engine:
         if first:
             request.first_token_at = now
         request.last_token_at = now
-        ends = self._ends(request.params, drawn.token)
+        ends = self._admission.ends(request.params, drawn.token)
         text = request.text.push(drawn.token, is_end=ends)
         reason = None
         if ends or request.text.stopped:
@@ -305,72 +307,62 @@ class Engine:
             text += request.text.flush()
             if request.text.stopped:  # by what was held back
                 reason = FinishReason.STOP
-        delta = self._delta(request, text, (drawn.token,), drawn=drawn, finish_reason=reason, first=first)
+        told = delta(request, text, self._loaded.exact, drawn=drawn, finish_reason=reason, first=first)
         request.emitted += 1
         if reason is not None:
             self.metrics.count_finished(request, reason, now)
             self._forget(request)
-        return delta
-
-    def _delta(
-        self,
-        request: Request,
-        text: str,
-        tokens: tuple[int, ...],
-        *,
-        drawn: Drawn | None = None,
-        finish_reason: FinishReason | None = None,
-        first: bool = True,
-    ) -> Delta:
-        return Delta(
-            request_id=request.id,
-            index=request.emitted,
-            token_ids=tokens,
-            text=text,
-            num_input_tokens=request.prompt_len,
-            logprobs=() if drawn is None or drawn.logprob is None else (drawn.logprob,),
-            finish_reason=finish_reason,
-            fingerprint=request.fingerprint if first else None,
-            seed=request.seed if first else None,
-            timings=None if finish_reason is None else self._timings(request),
-        )
-
-    def _timings(self, request: Request) -> Timings:
-        now = time.monotonic()
-        first = request.first_token_at or now
-        admitted = request.admitted_at or first
-        return Timings(
-            queue=admitted - request.arrived_at,
-            prefill=first - admitted,
-            first_token=first - request.arrived_at,
-            decode=now - first,
-            cached_tokens=request.cached_tokens,
-            preemptions=request.preemptions,
-            exact=self._loaded.exact,
-        )
+        return told
 
     def _end(self, request: Request, outcome: Outcome, error: RequestError) -> None:
         """End a live request with an error delta, and count it as `outcome`."""
         self.metrics.count_ended(outcome)
-        self._forget(request)
-        delta = self._delta(request, "", (), first=False)
-        _hand_out(request.emit, [replace(delta, error=error, timings=self._timings(request))])
+        try:
+            self._forget(request)
+        except Exception:
+            log.exception("what request %s held could not be freed", request.id)
+        self._hand_out(request.emit, [delta(request, "", self._loaded.exact, error=error, first=False)])
 
     def _forget(self, request: Request) -> None:
         """Free what a request holds; it is no longer live."""
-        if request.turn:
-            self._scheduler.finish(request)
-        request.status = Status.FINISHED
-        self._door.leave(request)
+        try:
+            if request.turn:
+                self._scheduler.finish(request)
+        finally:
+            request.status = Status.FINISHED
+            self._door.leave(request)
 
-    def _fail(self, error: Exception, *steps: InFlight | None) -> None:
-        """End the requests whose step failed: those of the launched steps, and whoever holds a seat."""
-        reason = _internal("the step failed", error)
+    def _blame(self, request: Request, what: str, error: Exception) -> None:
+        """End a request whose own part of the work raised `error`; its neighbours have nothing to do with it."""
+        self.device_lost |= (lost := is_device_lost(error))
+        self._end(request, "failed", _internal(what, error, own_fault=not lost))
+
+    def _fail(self, error: Exception, what: str, requests: Iterable[Request]) -> None:
+        """End those among `requests` that live: what failed, a step say, was the work of all of them."""
         self.device_lost |= is_device_lost(error)
-        launched = [chunk.request for step in steps if step is not None for chunk in step.plan.chunks]
-        for request in dict.fromkeys([*launched, *self._scheduler.running]):
+        for request in list(requests):
             if request.status is not Status.FINISHED:
-                self._end(request, "failed", reason)
+                self._end(request, "failed", _internal(what, error))
+
+    def _hand_out(self, emit: Emit, deltas: list[Delta]) -> None:
+        """Give a reader its deltas. Refused ones are given one by one; a request of which one is refused again ends."""
+        try:
+            emit(deltas)
+        except Exception as error:  # a reader's fault must not reach the other readers
+            log.exception("a reader refused its deltas")
+            if len(deltas) > 1:
+                for each in deltas:
+                    self._hand_out(emit, [each])
+            elif deltas[0].error is None:
+                self._end_unread(emit, deltas[0], _internal("the answer could not be read", error, own_fault=True))
+
+    def _end_unread(self, emit: Emit, unread: Delta, error: RequestError) -> None:
+        """End a request at a delta that its reader did not take: an answer has no gap."""
+        if request := self._door.live.get(unread.request_id):
+            request.emitted = unread.index
+            self._end(request, "failed", error)
+        else:  # it was the last one
+            self._hand_out(emit, [replace(unread, token_ids=(), text="", logprobs=(), finish_reason=None, error=error)])
 
     def _end_turn(self, started: float, *, stepped: bool) -> None:
         self.heartbeat = time.monotonic()
@@ -383,16 +375,7 @@ class Engine:
         metrics.running, metrics.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         metrics.kv_usage = 1.0 - self._pool.free / self._pool.blocks
 
-    def _ends(self, params: SamplingParams, token: int) -> bool:
-        return token in params.stop_token_ids or (not params.ignore_eos and token in self._loaded.eos_token_ids)
 
-
-def _hand_out(emit: Emit, deltas: list[Delta]) -> None:
-    try:
-        emit(deltas)
-    except Exception:  # a reader's fault must not reach the other readers
-        log.exception("a reader refused its deltas")
-
-
-def _internal(what: str, error: Exception) -> RequestError:
-    return RequestError(f"{what}: {type(error).__name__}", Code.INTERNAL)  # the log has all of it
+def _internal(what: str, error: Exception, *, own_fault: bool = False) -> RequestError:
+    # The log has all of it.
+    return RequestError(f"{what}: {type(error).__name__}", Code.INTERNAL, own_fault=own_fault)

@@ -37,14 +37,23 @@ class Code(StrEnum):
 class RequestError(Exception):
     """A request was refused or ended early. `message` is one line for the client, without a traceback.
 
-    `retry_after`: seconds after which it may be let in, None if nobody knows.
+    `retry_after`: seconds after which it may be let in, None if nobody knows. `own_fault`: of an INTERNAL error, that
+    the work for this request alone failed, so that it would fail again, here and elsewhere.
     """
 
-    def __init__(self, message: str, code: Code = Code.INVALID_ARG, retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        code: Code = Code.INVALID_ARG,
+        retry_after: float | None = None,
+        *,
+        own_fault: bool = False,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
         self.retry_after = retry_after
+        self.own_fault = own_fault
 
 
 class FinishReason(StrEnum):
@@ -198,7 +207,7 @@ class Delta:
         return self.finish_reason is not None or self.error is not None
 
 
-Emit = Callable[[list[Delta]], None]
+Emit = Callable[[list[Delta]], None]  # of a call that raises, no delta counts as read
 
 
 @dataclass(slots=True, eq=False)

@@ -6,8 +6,11 @@ It does not know the scheduler's rules, text, or who waits for a token.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from itertools import islice
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +18,38 @@ from torch import Tensor
 from llm_kernels import native
 
 from . import sampling
-from .batch import BatchBuilder
+from .batch import Batch, BatchBuilder
 from .loading import LoadedModel, probe_exactness
 from .request import Request, SamplingParams, TokenLogprob
 from .sampling import Sampled, Sampler
 from .scheduler import Chunk, Plan
 
 PROBE_TOKENS = 512
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What one row drew: the token, or `sound` false where the logits held NaN and the token means nothing."""
+    """What one row drew: the token, or `sound` false where the logits held NaN and the token means nothing.
 
-    token: int
-    sound: bool
-    logprob: TokenLogprob | None
+    `error`: what was raised when this row alone was drawn or read; the rest then means nothing.
+    """
+
+    token: int = 0
+    sound: bool = True
+    logprob: TokenLogprob | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A launched step. `ready` is the CUDA event behind it, None where launch computes before it returns."""
+    """A launched step. `ready` is the CUDA event behind it, None where launch computes before it returns.
+
+    `sampled`: all rows that draw at once; or, where that failed, one by one, each with what it drew or what it raised.
+    """
 
     plan: Plan
-    sampled: Sampled | None
+    sampled: tuple[Sampled | Exception, ...]
     ready: torch.cuda.Event | None
 
 
@@ -72,23 +83,22 @@ class Runner:
         logits = self.loaded.forward(batch, batch.head_rows)
         self.model_seconds += perf_counter() - started
         if not batch.sampled:
-            return InFlight(plan, None, self._event())
-        sampled = self._sampler.sample(
-            logits[: batch.sampled], list(batch.seats), batch.seat_index, batch.answer_positions
-        )
-        self._last_token[batch.seat_index] = sampled.tokens
-        return InFlight(plan, sampled, self._event())
+            return InFlight(plan, (), self._event())
+        return InFlight(plan, self._sample(batch, logits), self._event())
 
     def collect(self, step: InFlight) -> list[Drawn]:
         """Wait for a step; return what its sampling chunks drew, in the plan's order."""
         if step.ready is not None:
             step.ready.synchronize()
-        if step.sampled is None:
-            return []
-        tokens, unsound = step.sampled.tokens.tolist(), step.sampled.bad.tolist()
-        wanted = [chunk.request.params.logprobs for chunk in step.plan.chunks if chunk.samples]
-        logprobs = _logprobs(step.sampled, tokens, wanted)
-        return [Drawn(t, not u, lp) for t, u, lp in zip(tokens, unsound, logprobs, strict=True)]
+        wanted = iter([chunk.request.params.logprobs for chunk in step.plan.chunks if chunk.samples])
+        drawn: list[Drawn] = []
+        for part in step.sampled:
+            if isinstance(part, Exception):
+                next(wanted)
+                drawn.append(Drawn(error=part))
+            else:
+                drawn += _read(part, list(islice(wanted, len(part.tokens))))
+        return drawn
 
     def prepare(self) -> float:
         """Probe exactness, then warm up: both need the cache to be free of requests.
@@ -128,6 +138,31 @@ class Runner:
                 step = self.launch(Plan((Chunk(request, start, count, samples=True),)))
                 request.tokens.append(self.collect(step)[0].token)
 
+    def _sample(self, batch: Batch, logits: Tensor) -> tuple[Sampled | Exception, ...]:
+        """Draw for all rows at once; if that fails, for each by itself, so that only those end that cannot be drawn."""
+        try:
+            return (self._draw(batch, logits, slice(0, batch.sampled)),)
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            log.exception("sampling failed; each row is now drawn by itself")
+        parts: list[Sampled | Exception] = []
+        for row in range(batch.sampled):
+            try:
+                parts.append(self._draw(batch, logits, slice(row, row + 1)))
+            except Exception as error:
+                if is_device_lost(error):
+                    raise
+                log.exception("a row could not be drawn")
+                parts.append(error)
+        return tuple(parts)
+
+    def _draw(self, batch: Batch, logits: Tensor, rows: slice) -> Sampled:
+        index = batch.seat_index[rows]
+        sampled = self._sampler.sample(logits[rows], list(batch.seats[rows]), index, batch.answer_positions[rows])
+        self._last_token[index] = sampled.tokens
+        return sampled
+
     def _scratch_request(self, tokens: int) -> Request:
         ids = [(7919 * i + 11) % self.loaded.vocab_size for i in range(tokens)]
         request = Request("warm-up", ids, SamplingParams(), tokens=ids, prompt_len=tokens)
@@ -147,14 +182,22 @@ def is_device_lost(error: Exception) -> bool:
     return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
 
 
-def _logprobs(sampled: Sampled, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
-    found = sampled.logprobs
-    if found is None:
-        return [None] * len(tokens)
-    chosen, ranks, top_ids, top = found.chosen.tolist(), found.rank.tolist(), found.top_ids.tolist(), found.top.tolist()
-    return [
-        None
-        if count is None
-        else TokenLogprob(token, chosen[i], ranks[i], tuple(zip(top_ids[i][:count], top[i][:count], strict=True)))
-        for i, (token, count) in enumerate(zip(tokens, wanted, strict=True))
-    ]
+def _read(sampled: Sampled, wanted: list[int | None]) -> list[Drawn]:
+    """What each row drew, with as many logprobs as it wants (None: none)."""
+    tokens, unsound, found = sampled.tokens.tolist(), sampled.bad.tolist(), sampled.logprobs
+    columns: list[list[Any]] = [[None] * len(tokens)] * 4
+    if found is not None:
+        columns = [column.tolist() for column in (found.chosen, found.rank, found.top_ids, found.top)]
+    drawn: list[Drawn] = []
+    for token, bad, count, *columns_of_row in zip(tokens, unsound, wanted, *columns, strict=True):
+        try:
+            logprob = None if count is None else _logprob(token, count, *columns_of_row)
+            drawn.append(Drawn(token, not bad, logprob))
+        except Exception as error:
+            log.exception("what a row drew could not be read")
+            drawn.append(Drawn(error=error))
+    return drawn
+
+
+def _logprob(token: int, count: int, chosen: float, rank: int, ids: list[int], best: list[float]) -> TokenLogprob:
+    return TokenLogprob(token, chosen, rank, tuple(zip(ids[:count], best[:count], strict=True)))

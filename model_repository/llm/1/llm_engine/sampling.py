@@ -162,12 +162,13 @@ class Sampler:
                 at = _to_device(torch.tensor(rows), self._device)
                 drawn = self._draw(scores[at], peak[at], seat_index[at], positions[at], [wants[r] for r in rows])
                 tokens = tokens.index_copy(0, at, drawn)
-        if penalised:
+        asked = [w.logprobs for w in wants if w.logprobs is not None]
+        sampled = Sampled(tokens, ~peak.isfinite(), _logprobs(logits, tokens, max(asked)) if asked else None)
+        if penalised:  # state changes last, so that rows may be drawn again if anything fails before
             self._add_drawn(seat_index, tokens)
         if any(w.recent for w in wants):
             self._rules.append(seat_index, tokens)
-        asked = [w.logprobs for w in wants if w.logprobs is not None]
-        return Sampled(tokens, ~peak.isfinite(), _logprobs(logits, tokens, max(asked)) if asked else None)
+        return sampled
 
     def _draw(
         self, scores: Tensor, peak: Tensor, seat_index: Tensor, positions: Tensor, wants: Sequence[_Wants]

@@ -12,6 +12,7 @@ preempted and nobody is admitted past the first of the waiting; so every request
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import insort
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from .request import Request, Status
 
 OVERTAKEN_LIMIT = 32
 PREEMPTIONS_LIMIT = 2
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: the chunks, those of a single token first; and who gained or lost a seat for it."""
+    """One step: the chunks, those of a single token first; and who gained or lost a seat for it.
+
+    `failed`: whose own part of the planning raised what; those are finished.
+    """
 
     chunks: tuple[Chunk, ...] = ()
     admitted: tuple[Request, ...] = ()
     preempted: tuple[Request, ...] = ()
+    failed: tuple[tuple[Request, Exception], ...] = ()
 
 
 class Scheduler:
@@ -68,6 +74,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # both lists are sorted by rank; callers only read them
         self.running: list[Request] = []
         self._seats = list(range(max_sequences))  # free ones, a heap
+        self._failed: list[tuple[Request, Exception]] = []  # in the plan that is being made
         self._clock = clock
         self._arrivals = 0
 
@@ -82,9 +89,9 @@ class Scheduler:
             raise ValueError(f"request {request.id}: {len(request.tokens)} tokens, max_total {request.max_total}")
         if self.pool.blocks_for(request.max_total - 1) > self.pool.blocks:  # the last token's KV is never needed
             raise ValueError(f"request {request.id}: {request.max_total} tokens never fit in {self.pool.blocks} blocks")
+        request.chain = self.pool.chain(request.cache_salt)
         self._arrivals += 1
         request.turn = self._arrivals
-        request.chain = self.pool.chain(request.cache_salt)
         insort(self.waiting, request, key=_rank)
 
     def plan(self) -> Plan:
@@ -95,6 +102,7 @@ class Scheduler:
         out for a running request, the last in rank is preempted, be it the request itself, and nobody is admitted in
         this step.
         """
+        self._failed.clear()
         preempted = self._grow_running()
         live = [request for request in self.running if not _end_in_flight(request)]
         rows = [request for request in live if request.pending == 1]
@@ -102,7 +110,7 @@ class Scheduler:
         admitted = [] if preempted else self._admit(rows, prompts)
         chunks = [_advance(request, 1) for request in rows]
         chunks += self._share(prompts, self.max_step_tokens - len(rows))
-        return Plan(tuple(chunks), tuple(admitted), tuple(preempted))
+        return Plan(tuple(chunks), tuple(admitted), tuple(preempted), tuple(self._failed))
 
     def confirm(self, chunk: Chunk) -> None:
         """Say that a chunk's KV is written and sound: the blocks it filled become findable by others.
@@ -125,7 +133,12 @@ class Scheduler:
             self._vacate(request)
         else:
             self.waiting.remove(request)
+            self.pool.release(request.blocks)  # of one that failed on its way to a seat
         request.status = Status.FINISHED
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self.finish(request)
+        self._failed.append((request, error))
 
     def _share(self, prompts: list[Request], budget: int) -> list[Chunk]:
         """Give every prompt a block of the budget, and the rest to those that want least."""
@@ -150,7 +163,13 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            if _end_in_flight(request) or self.pool.grow(request.blocks, request.computed + 1):
+            try:
+                grown = _end_in_flight(request) or self.pool.grow(request.blocks, request.computed + 1)
+            except Exception as error:
+                log.exception("request %s could not be given a block", request.id)
+                self._fail(request, error)
+                continue
+            if grown:
                 index += 1
             else:
                 preempted.append(self._preempt_last())
@@ -180,8 +199,13 @@ class Scheduler:
             request = self.waiting[0]
             if prompts and claimed + min(block, request.pending) > self.max_step_tokens:
                 break
-            if request.in_flight or not self._make_room(request):
-                break
+            try:
+                if request.in_flight or not self._make_room(request):
+                    break
+            except Exception as error:
+                log.exception("request %s could not be given blocks", request.id)
+                self._fail(request, error)
+                continue
             self.waiting.pop(0)
             self._seat(request)
             self._count_overtaken(request)

@@ -23,10 +23,10 @@ from .resources import Resources
 class LoadedModel:
     """A model on its device with everything the engine needs to know of it.
 
-    `config` has no unset value left. `vocab_size`: ids below it can be drawn and embedded; a prompt may hold ids below
-    `embedding_size`, which is no smaller. `exact` is "bitwise" or "sampled". `digest` names all that answers depend on,
-    and `arithmetic` the part of it that computes; see identity. `llama`, if set, computes whole steps in place of
-    `model`, whose linears then have shapes alone, no weights.
+    `config` has no unset value left. Token ids below `vocab_size` can be drawn and embedded; a prompt may hold those
+    below `embedding_size`, which is no smaller. `exact` is "bitwise" or "sampled". `digest` names all that answers
+    depend on, and `arithmetic` the part of it that computes; see identity. `llama`, if set, computes whole steps in
+    place of `model`, whose linears then have shapes alone, no weights.
     """
 
     config: EngineConfig
