@@ -31,13 +31,33 @@ def kept(params: SamplingParams, logits: Tensor) -> set[int]:
     return set(draws(params, logits, 1000).tolist())
 
 
+def in_vllms_order(logits: Tensor, k: int, p: float, min_p: float) -> set[int]:
+    """vLLM's candidates: min-p of the whole, then top-k, then top-p over what these two leave, made to sum to 1."""
+    weights = np.exp(logits.double().numpy() - float(logits.max()))
+    weights[weights < min_p] = 0.0
+    order = np.lexsort((np.arange(len(weights)), -weights))
+    left = weights[order][:k]
+    before = (np.cumsum(left) - left) / left.sum()
+    return {int(token) for token, weight, mass in zip(order, left, before, strict=False) if weight > 0 and mass < p}
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.permutations(list(np.linspace(-1, 1, 9))), st.integers(1, 10), st.floats(0.05, 1.0), st.floats(0, 0.9))
-def test_the_candidates_are_those_of_hugging_face(values: list[float], k: int, p: float, min_p: float) -> None:
+def test_the_candidates_are_those_of_vllm(values: list[float], k: int, p: float, min_p: float) -> None:
     logits = torch.tensor(values, dtype=torch.float32)
-    params = SamplingParams(top_k=k, top_p=p, min_p=min_p)
-    expected = warped(logits, TopKLogitsWarper(k), TopPLogitsWarper(p), MinPLogitsWarper(min_p))
-    assert kept(params, logits) == set(expected.nonzero().flatten().tolist())
+    found = kept(SamplingParams(top_k=k, top_p=p, min_p=min_p), logits)
+    warpers = MinPLogitsWarper(min_p), TopKLogitsWarper(k), TopPLogitsWarper(p)  # Hugging Face's, in vLLM's order
+    assert found == set(warped(logits, *warpers).nonzero().flatten().tolist())
+    assert found == in_vllms_order(logits, k, p, min_p)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_top_p_takes_its_share_of_what_min_p_leaves(top_k: int) -> None:
+    """Of 0.4, 0.3, 0.2 and 0.1, top-p 0.55 alone needs the first two; of 0.4 and 0.3, the first has the share."""
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    assert kept(SamplingParams(top_p=0.55, top_k=top_k), logits) == {1, 3}
+    assert kept(SamplingParams(min_p=0.6, top_k=top_k), logits) == {1, 3}
+    assert kept(SamplingParams(min_p=0.6, top_p=0.55, top_k=top_k), logits) == {1}
 
 
 def check_nucleus(logits: Tensor, p: float) -> None:
@@ -160,3 +180,12 @@ def test_logit_bias_is_added_before_all_else() -> None:
     assert sample(sampler, logits, [0]).tokens == 0
     admit(sampler, 0, SamplingParams(temperature=0.0, logit_bias=bias, repetition_penalty=2.0), tokens=[0])
     assert sample(sampler, logits, [0]).tokens == 2
+
+
+def test_rules_and_prompt_tokens_without_a_logit_change_nothing() -> None:
+    """A tokenizer may know more tokens than the head has rows."""
+    logits = torch.tensor([[0.0, 0.5, 1.0, 3.0]])
+    sampler = Sampler(1, 4, CPU)
+    params = SamplingParams(temperature=0.0, min_tokens=2, repetition_penalty=2.0, logit_bias=((4, 1.0),))
+    admit(sampler, 0, params, tokens=[9, 3], eos=(7,), bad_words=((5,), (3, 8), (9, 3, 3)))
+    assert [int(sample(sampler, logits, [0], p).tokens) for p in (1, 2)] == [2, 3]  # 3 would complete a word at first

@@ -308,10 +308,10 @@ class Engine:
             if request.text.stopped:  # by what was held back
                 reason = FinishReason.STOP
         told = delta(request, text, self._loaded.exact, drawn=drawn, finish_reason=reason, first=first)
-        request.emitted += 1
         if reason is not None:
             self.metrics.count_finished(request, reason, now)
             self._forget(request)
+        request.emitted += 1
         return told
 
     def _end(self, request: Request, outcome: Outcome, error: RequestError) -> None:
