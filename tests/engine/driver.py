@@ -104,6 +104,10 @@ class CheckedEngine(Engine):
         """Let the first turn take all that was submitted before, at once."""
         self._begun.set()
 
+    def pause(self) -> None:
+        """Take no more turns until the next `begin`, but for one that has begun."""
+        self._begun.clear()
+
     def close(self, timeout: float = WAIT) -> None:
         self._begun.set()
         super().close(timeout)

@@ -285,7 +285,7 @@ def _count(name: str, value: int, low: int) -> None:
 def _shown(value: float) -> str:
     """A number as an error shows it: Python writes no integer of more than 4300 digits, and nobody reads hundreds."""
     if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of some {value.bit_length() * 0.30103:.0f} digits"
+        return f"an integer of some {int(value.bit_length() * 0.30103) + 1} digits"
     return str(value)
 
 
