@@ -55,7 +55,7 @@ def test_a_response_that_cannot_be_sent_ends_its_request_alone_with_one_final(re
     assert [f for _, f in senders["a"].sent] == [0] * broken + [1]
     assert flags == 1
     assert "internal error: OSError [request=a tokens=" in last.error.text
-    assert cancelled == ["a"]
+    assert cancelled == (["a"] if broken < 2 else [])  # behind its last token the engine has nothing to cancel
     assert [flags for _, flags in senders["b"].sent] == [0, 0, 1]
 
 

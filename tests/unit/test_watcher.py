@@ -176,3 +176,29 @@ def test_a_lost_device_ends_the_process_behind_the_errors(
     engine.device_lost = True
     watch(streams)
     assert ended.get(timeout=WAIT) == (70, 0)
+
+
+@pytest.mark.parametrize("failing", ["poll", "exporter", "drain"])
+def test_a_work_of_the_watcher_that_fails_stops_none_of_the_others(
+    watch: Watch, engine: Engine, replies: Any, failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError(failing)
+
+    exports: SimpleQueue[None] = SimpleQueue()
+    senders = [SimpleNamespace(is_cancelled=broken if failing == "poll" else lambda: False), SimpleNamespace()]
+    senders[1].is_cancelled = lambda: True
+    if failing == "drain":
+        monkeypatch.setattr(importlib.import_module("watcher").Watcher, "_look_for_drain", broken)
+    monkeypatch.setattr(importlib.import_module("watcher"), "EXPORT_SECONDS", 0.0)
+    watch(
+        {str(index): replies.Stream(sender, replies.Call(str(index))) for index, sender in enumerate(senders)},
+        SimpleNamespace(export=broken if failing == "exporter" else lambda: exports.put(None)),
+    )
+    assert engine.cancels.get(timeout=WAIT) == "1"
+    engine.beat()
+    if failing != "exporter":
+        exports.get(timeout=WAIT)
+    if failing != "drain":
+        order(tmp_path, '{"seconds": 3}')
+        assert engine.drains.get(timeout=WAIT) == 3

@@ -21,7 +21,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from replies import Replies, Reply, Stream, int32, internal, request_log, string
-from wire import Call, Operation, read_call
+from wire import MAX_ID_BYTES, Call, Operation, read_call
 
 YIELD_SECONDS = 0.02  # a full instance holds back so long, for another one with room to take the next request
 log = logging.getLogger("tokenstream")
@@ -80,7 +80,10 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Submit each request. Where Triton keeps the queue, return once another would find a seat."""
         for request in requests:
-            self._accept(request)
+            try:
+                self._accept(request)
+            except Exception:  # it has no sender, and nobody can be told; the others have
+                log.exception("a request could not be taken")
             if not self._keeps_queue:
                 while not self._engine.wait_for_room(timeout=60.0):
                     pass
@@ -104,7 +107,7 @@ class TritonPythonModel:
         from llm_engine.request import RequestError
 
         identity = request.request_id() or f"auto-{secrets.token_hex(6)}"  # what the log and an error have in common
-        stream = Stream(request.get_response_sender(), Call(request_id=identity))
+        stream = Stream(request.get_response_sender(), Call(request_id=identity[:MAX_ID_BYTES]))
         submitting = False
         try:
             stream.call = read_call(request, identity, self._engine.defaults)
@@ -119,7 +122,7 @@ class TritonPythonModel:
         except Exception as error:  # execute never raises: Triton would fail every request and show a traceback
             log.exception("a request could not be accepted")
             self._engine.metrics.count_ended("failed")
-            self._replies.put(Reply(stream, [], internal(error)))
+            self._replies.put(Reply(stream, [], internal(error, own_fault=True)))
 
     def _answer_or_encode(self, stream: Stream) -> list[int] | None:
         """Answer what needs no seat and return None; else return the prompt's token ids."""

@@ -39,13 +39,18 @@ class Stream:
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
     cancelled: bool = False
+    mute: bool = False  # Triton cannot be asked about it
 
     def left(self) -> bool:
         """Ask Triton whether the client has gone: true once, and never asked behind FINAL, which would crash it."""
         with self.lock:
-            if self.closed or self.cancelled:
+            if self.closed or self.cancelled or self.mute:
                 return False
-            self.cancelled = bool(self.sender.is_cancelled())
+            try:
+                self.cancelled = bool(self.sender.is_cancelled())
+            except Exception:
+                log.exception("whether the client of request %s has gone is not asked again", self.call.request_id)
+                self.mute = True
             return self.cancelled
 
 
@@ -98,7 +103,7 @@ class Replies:
         while (item := self._outbox.get()) is not None:
             try:
                 if isinstance(item, Reply):
-                    self._finish(item.stream, item.tensors, item.error)
+                    self._finish(item.stream, item.tensors, item.error)  # raises nothing
                 else:
                     item.sort(key=_goes_on)
                     for deltas in [[delta] for delta in item] if self._merge == 1 else self._merged(item):
@@ -130,50 +135,77 @@ class Replies:
         stream = self.streams.get(key)
         if stream is None:  # it was ended here before
             return
+        own_fault = True  # until it is Triton that has to send it
         try:
-            self._send(stream, deltas)
+            begins, tensors = self._take(stream, deltas)
+            own_fault = False
+            self._send(stream, deltas[-1], tensors, begins=begins)
         except Exception as error:
             log.exception("a response of request %s could not be sent", stream.call.request_id)
             self.streams.pop(key, None)
+            self._finish(stream, [], internal(error, own_fault=own_fault))
             self._cancel(key)
-            self._finish(stream, [], internal(error))
 
-    def _send(self, stream: Stream, deltas: list[Any]) -> None:
-        """Send consecutive deltas of one request as one response; or keep them, for a request that wants one answer."""
+    def _take(self, stream: Stream, deltas: list[Any]) -> tuple[bool, list[Any]]:
+        """Take consecutive deltas of one request; return whether they begin its answer, and what to send now."""
         last, new = deltas[-1], sum(len(delta.token_ids) for delta in deltas)
         begins = new > 0 and stream.tokens == 0
         stream.tokens += new
         if not stream.call.stream:
             stream.waiting.extend(deltas)
             deltas = stream.waiting
+        due = last.error is None and (last.terminal or stream.call.stream)
+        return begins, _tensors(stream.call, deltas) if due else []
+
+    def _send(self, stream: Stream, last: Any, tensors: list[Any], *, begins: bool) -> None:
+        """Send what is due for deltas of one request, the last of which is `last`."""
         if last.terminal:
             if begins:  # before it is sent: whoever sees that a request has ended finds it counted
                 self._first_token(time.monotonic() - stream.arrived_at)
             del self.streams[last.request_id]
-            tensors = [] if last.error else _tensors(stream.call, deltas)
             self._finish(stream, tensors, last.error, last)
             return
         if stream.call.stream:
-            stream.sender.send(pb_utils.InferenceResponse(_tensors(stream.call, deltas)))
+            stream.sender.send(pb_utils.InferenceResponse(tensors))
         if begins:
             self._first_token(time.monotonic() - stream.arrived_at)
 
     def _finish(self, stream: Stream, tensors: list[Any], error: Any, last: Any = None) -> None:
-        """Send the last response with FINAL, and log the request."""
+        """Send the last response with FINAL, or an error with FINAL in its place; and log the request. Raises nothing.
+
+        A stream without FINAL would leave its client waiting for ever.
+        """
+        with stream.lock:
+            stream.closed = True
+        name = stream.call.request_id
+        try:
+            self._send_final(stream, tensors, error)
+        except Exception as fault:
+            log.exception("the last response of request %s could not be sent", name)
+            error = internal(fault)
+            try:
+                self._send_final(stream, [], error)
+            except Exception:
+                log.exception("nor could an error be sent in its place")
+        try:
+            if request_log.isEnabledFor(logging.INFO):
+                request_log.info("%s", json.dumps(self._line(stream, error, last)))
+        except Exception:
+            log.exception("request %s could not be logged", name)
+
+    def _send_final(self, stream: Stream, tensors: list[Any], error: Any) -> None:
         failure = None
         if error is not None:
             note = f"request={stream.call.request_id} tokens={stream.tokens} code={error.code}"
             if error.retry_after is not None:
                 note += f" retry_after={error.retry_after:.2f}"
+            if error.own_fault:
+                note += " fault=request"
             message = error.message
             if len(message) > LONGEST_MESSAGE:
                 message = message[:LONGEST_MESSAGE] + "..."
             failure = pb_utils.TritonError(f"{message} [{note}]", getattr(pb_utils.TritonError, error.code))
-        with stream.lock:
-            stream.closed = True
         stream.sender.send(pb_utils.InferenceResponse(tensors, failure), FINAL)
-        if request_log.isEnabledFor(logging.INFO):
-            request_log.info("%s", json.dumps(self._line(stream, error, last)))
 
     def _line(self, stream: Stream, error: Any, last: Any) -> dict[str, Any]:
         """One finished request for the log. A prompt's text is in it only if the deployer asked for that."""
@@ -192,11 +224,11 @@ class Replies:
         return line
 
 
-def internal(error: Exception) -> Any:
+def internal(error: Exception, *, own_fault: bool = False) -> Any:
     """An INTERNAL error for a client: the kind of what happened, without its text."""
     from llm_engine.request import Code, RequestError
 
-    return RequestError(f"internal error: {type(error).__name__}", Code.INTERNAL)
+    return RequestError(f"internal error: {type(error).__name__}", Code.INTERNAL, own_fault=own_fault)
 
 
 def string(name: str, value: str) -> Any:

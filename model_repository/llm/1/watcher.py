@@ -17,6 +17,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,16 @@ class Watcher:
         while True:
             stopping = self._stopping.wait(POLL_SECONDS)
             now = time.monotonic()
-            try:
-                if self._engine.device_lost:
-                    self._leave()
-                self._cancel_abandoned()
-                if now >= next_beat:
-                    next_beat = now + BEAT_SECONDS
-                    self._look_for_drain()
-                    self._beat()
-                if self._exporter is not None and (stopping or now >= next_export):
-                    next_export = now + EXPORT_SECONDS
-                    self._exporter.export()
-            except Exception:  # without this thread nobody would hear a cancel, and the server would be taken for dead
-                log.exception("the watcher failed")
+            if self._engine.device_lost:
+                self._leave()
+            _attempt(self._cancel_abandoned)
+            if now >= next_beat:
+                next_beat = now + BEAT_SECONDS
+                _attempt(self._look_for_drain)
+                _attempt(self._beat)
+            if self._exporter is not None and (stopping or now >= next_export):
+                next_export = now + EXPORT_SECONDS
+                _attempt(self._exporter.export)
             if stopping:
                 return
 
@@ -131,3 +129,11 @@ class Watcher:
             new.replace(self._heartbeat)
         except OSError as error:
             log.warning("the heartbeat could not be written: %s", error)
+
+
+def _attempt(work: Callable[[], None]) -> None:
+    """Do one of the watcher's works. The others do not depend on it: without them no cancel and no drain is heard."""
+    try:
+        work()
+    except Exception:
+        log.exception("the watcher failed")
