@@ -47,11 +47,13 @@ _STAYS = (errors.FirstTokenTimeout, errors.IdleTimeout, errors.ResumeMismatch, e
 def judge(error: errors.TokenstreamError) -> Verdict:
     """Whether asking again can help. Asking is always safe: the seed is fixed, and nothing is remembered of a request.
 
-    An InternalError without a code is an answer that we do not understand; one with a code is a step that failed.
+    An InternalError without a code is an answer that we do not understand; one with a code is a step that failed, or
+    what failed over the request alone.
     """
     if isinstance(error, _STAYS):
         return Verdict.ELSEWHERE
-    if isinstance(error, _PASSES) or (isinstance(error, errors.InternalError) and error.code):
+    failed = isinstance(error, errors.InternalError) and error.code and not error.own_fault
+    if failed or isinstance(error, _PASSES):
         return Verdict.AGAIN
     return Verdict.STOP
 

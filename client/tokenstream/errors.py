@@ -81,13 +81,23 @@ class IncompleteStream(TokenstreamError):
 class ServerError(TokenstreamError):
     """The server refused the request or ended the answer. `code` is its status name, "" if it gave none.
 
-    `retry_after`: seconds it asks to be left alone, None if it says nothing of that.
+    `retry_after`: seconds it asks to be left alone, None if it says nothing of that. `own_fault`: it failed over this
+    request alone, and would fail again; so the client asked nobody again.
     """
 
-    def __init__(self, message: str, *, request_id: str = "", code: str = "", retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_id: str = "",
+        code: str = "",
+        retry_after: float | None = None,
+        own_fault: bool = False,
+    ) -> None:
         super().__init__(message, request_id=request_id)
         self.code = code
         self.retry_after = retry_after
+        self.own_fault = own_fault
 
 
 class InvalidRequest(ServerError):
@@ -155,18 +165,18 @@ _CODES: tuple[tuple[str, type[ServerError]], ...] = (
 )
 _NO_CONNECTION = ("failed to connect", "resolving", "resolution")
 _CLOSED_EARLY = ("fd shutdown", "bad file descriptor", "handshake read failed", "handshaker shutdown")
-_TAIL = re.compile(r"(?P<text>.*?)\s*\[(?P<fields>(?:request|tokens|code|retry_after)=[^\[\]]*)\]\s*", re.DOTALL)
+_TAIL = re.compile(r"(?P<text>.*?)\s*\[(?P<fields>(?:request|tokens|code|retry_after|fault)=[^\[\]]*)\]\s*", re.DOTALL)
 _TRITON_ID = re.compile(r"\[request id: (?P<id>[^\]]*)\]\s*")
 
 
 def from_server(message: str) -> ServerError:
     """The exception for an error message that came on a stream, without its machine-readable parts.
 
-    Our model ends its messages with `[request=ID tokens=N code=CODE retry_after=SECONDS]`, any part of which may be
-    missing; Triton begins its own with `[request id: ID]` and says the kind in words alone.
+    Our model ends its messages with `[request=ID tokens=N code=CODE retry_after=SECONDS fault=request]`, any part of
+    which may be missing; Triton begins its own with `[request id: ID]` and says the kind in words alone.
     """
     text, request_id, code = message.strip(), "", ""
-    retry_after = None
+    retry_after, own_fault = None, False
     if begin := _TRITON_ID.match(text):
         text, request_id = text[begin.end() :], begin["id"]
     if tail := _TAIL.fullmatch(text):
@@ -176,8 +186,9 @@ def from_server(message: str) -> ServerError:
             request_id = value if key == "request" else request_id
             code = value if key == "code" else code
             retry_after = read_seconds(value) if key == "retry_after" else retry_after
-    kind, text = _kind(text, code), " ".join(text.split())
-    return kind(text or "the server gave no reason", request_id=request_id, code=code, retry_after=retry_after)
+            own_fault = value == "request" if key == "fault" else own_fault
+    kind, text = _kind(text, code), " ".join(text.split()) or "the server gave no reason"
+    return kind(text, request_id=request_id, code=code, retry_after=retry_after, own_fault=own_fault)
 
 
 def read_seconds(text: str) -> float | None:

@@ -107,6 +107,15 @@ def test_a_server_may_say_how_long_to_leave_it_alone(said, understood):
     assert (str(error), error.retry_after) == ("the queue is full", understood)
 
 
+@pytest.mark.parametrize(
+    ("tail", "own"),
+    [("fault=request", True), ("fault=step", False), ("tokens=1", False), ("code=INTERNAL fault=", False)],
+)
+def test_a_server_may_say_that_it_failed_over_this_request_alone(tail, own):
+    error = from_server(f"it failed [{tail}]")
+    assert (str(error), error.own_fault) == ("it failed", own)
+
+
 @pytest.mark.parametrize("retry_after", [None, 0.1, 12.5])
 def test_what_the_model_writes_behind_an_error_is_what_is_read(replies: Any, retry_after: float | None) -> None:
     sent: list[Any] = []

@@ -166,6 +166,17 @@ def test_without_resume_the_break_is_raised_with_what_had_come(reader):
 
 
 @pytest.mark.parametrize("reader", [read, read_async])
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_answer_that_fails_by_its_own_request_is_taken_up_by_nobody(at, reader):
+    with Pair(error("the answer failed: KeyError [request=r tokens=3 code=INTERNAL fault=request]"), at) as servers:
+        with pytest.raises(InternalError, match="the answer failed: KeyError") as caught:
+            reader([servers.first.url, servers.second.url])
+        assert caught.value.token_ids == IDS[:at]
+        assert caught.value.own_fault
+        assert [len(servers.first.requests), len(servers.second.requests)] == [1, 0]
+
+
+@pytest.mark.parametrize("reader", [read, read_async])
 def test_a_server_of_another_fingerprint_goes_on_only_at_best_effort(reader):
     with Pair(CUTS["drain"], 3, second=answer(*WORDS, fingerprint="other")) as servers:
         urls = [servers.first.url, servers.second.url]

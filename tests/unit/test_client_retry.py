@@ -45,6 +45,7 @@ FINAL = {
     "top_p must be at most 1 [request=r tokens=0 code=INVALID_ARG]": InvalidRequest,
     "unexpected inference input 'x' for model 'llm'": InvalidRequest,
     "it ran longer than it may [request=r tokens=0 code=CANCELLED]": TokenstreamError,
+    "the answer failed: KeyError [request=r tokens=0 code=INTERNAL fault=request]": InternalError,
 }
 
 
@@ -371,6 +372,7 @@ def test_endpoints_keep_their_order_and_who_failed_longest_ago_comes_first_of_th
 
 def test_an_answer_that_is_not_understood_is_not_asked_for_again():
     assert judge(from_server("a step failed [code=INTERNAL]")) is Verdict.AGAIN
+    assert judge(from_server("it failed [code=INTERNAL fault=request]")) is Verdict.STOP
     assert judge(InternalError("the server sent a malformed response")) is Verdict.STOP
 
 
