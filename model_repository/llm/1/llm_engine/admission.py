@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 
-from .fit import fingerprint, fit
+from .fit import fingerprint, fit, hidden_stops
 from .loading import LoadedModel
 from .request import FinishReason, Request, RequestError, SamplingParams
 from .text import TextStream
@@ -33,7 +33,8 @@ class Admission:
         request.seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         request.prompt_len = len(request.prompt_ids)
         request.tokens = [*request.prompt_ids, *request.resume_token_ids]
-        request.text = TextStream(loaded.tokenizer, request.prompt_ids, request.params)
+        hidden = hidden_stops(loaded.tokenizer, request.params)
+        request.text = TextStream(loaded.tokenizer, request.prompt_ids, request.params, hidden)
         return self._replay(request)
 
     def ends(self, params: SamplingParams, token: int) -> bool:

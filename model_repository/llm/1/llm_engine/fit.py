@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from .request import Request, RequestError, check_token_ids
+from .request import Request, RequestError, SamplingParams, check_token_ids
 
 
 def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int, embedding_size: int) -> None:
@@ -37,9 +37,30 @@ def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int, emb
     request.bad_words_ids = _bad_words(request.params.bad_words, tokenizer)
 
 
+def hidden_stops(tokenizer: Any, params: SamplingParams) -> dict[int, str]:
+    """The stop strings that are one special token each, by its id: their text is skipped, so no text can match them."""
+    if not params.skip_special_tokens:
+        return {}
+    found = {}
+    for stop in params.stop:
+        token = tokenizer.convert_tokens_to_ids(stop)
+        if (
+            isinstance(token, int)
+            and _text(tokenizer, token, skip=False) == stop
+            and not _text(tokenizer, token, skip=True)
+        ):
+            found[token] = stop
+    return found
+
+
 def fingerprint(digest: str, prompt_ids: Sequence[int]) -> str:
     """What tells whether another server would give the same answer: the model's digest and the prompt, hashed."""
     return hashlib.blake2b(digest.encode() + array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def _text(tokenizer: Any, token: int, *, skip: bool) -> str:
+    text: str = tokenizer.decode([token], skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    return text
 
 
 def _bad_words(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,8 @@ know why an answer ends: the engine names the terminating token, reads `stopped`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -109,11 +110,19 @@ class TextStream:
     longest. Only a tail that may still become a stop string is held back, so no prefix of a matched one is ever sent,
     unless `include_stop_str_in_output`, which sends the match itself too. With `min_tokens` a match must end in text
     that appeared with answer token `min_tokens` or a later one; earlier occurrences are ordinary text.
+    `hidden_stops`: the stop strings that are special tokens, by id, whose text would be skipped and never match.
     """
 
-    def __init__(self, tokenizer: Decoder, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        hidden_stops: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens)
         self._stops = params.stop
+        self._hidden_stops = hidden_stops
         self._initials = frozenset(stop[0] for stop in params.stop)
         self._longest_stop = max(map(len, params.stop), default=0)
         self._include = params.include_stop_str_in_output
@@ -132,6 +141,8 @@ class TextStream:
         self._tokens += 1
         if is_end and not self._include:
             return ""
+        if token_id in self._hidden_stops and self._tokens >= self._min_tokens:
+            return self._sift(self._detokenizer.flush() + self._hidden_stops[token_id], final=False)
         return self._sift(self._detokenizer.push(token_id), final=False)
 
     def flush(self) -> str:

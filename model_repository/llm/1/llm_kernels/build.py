@@ -7,18 +7,17 @@ kernels compute.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from .shared import locked, new_folder
 
 FOLDER = Path(__file__).parent
 _MAIN = "native_cpu.cpp"
@@ -112,7 +111,7 @@ def build(cache: Path, toolchain: Toolchain) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / ".lock"):
+        with locked(target.parent / ".lock"):
             if not _is_whole(target):
                 _compile(toolchain, target)
     except OSError as error:
@@ -123,9 +122,10 @@ def build(cache: Path, toolchain: Toolchain) -> Path:
 def _compile(toolchain: Toolchain, target: Path) -> None:
     """Compile beside the target, seal and rename, so that nobody ever loads half a file. The caller holds the lock."""
     for stale in target.parent.glob(".build-*"):  # a killed build left it
-        shutil.rmtree(stale)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
-        made = Path(folder) / target.name
+        shutil.rmtree(stale, ignore_errors=True)
+    folder = new_folder(target.parent, ".build-")
+    try:
+        made = folder / target.name
         libraries = toolchain.torch / "lib"
         # torch's own OpenMP runtime: a second one in the process would bring its own threads.
         openmp = [f"-l:{file.name}" for file in sorted(libraries.glob("libgomp*.so*"))[:1]]
@@ -139,6 +139,8 @@ def _compile(toolchain: Toolchain, target: Path) -> None:
         content = made.read_bytes()
         made.write_bytes(content + _digest(content))  # the loader does not mind what follows the last section
         made.replace(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _digest(content: bytes) -> bytes:
@@ -165,10 +167,3 @@ def _run(command: list[str]) -> str:
         reason = next((line for line in lines if "error" in line), lines[0])
         raise NativeUnavailableError(f"the C++ compiler {command[0]} failed: {reason}")
     return done.stdout
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield

@@ -10,26 +10,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import fcntl
 import hashlib
 import importlib.util
 import json
 import os
 import shutil
-import struct
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from llm_engine.config import ConfigError, cache_folder, expand
 from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
+from llm_kernels.shared import locked, new_folder, open_to_others
 
+from . import gguf_file
+from .folder import check_folder, first_line, read_json
+from .gguf_header import read_header
 from .json_lines import report, report_progress
+from .tensors import refuse_unproven
 
 Progress = Callable[[str, int, int | None], None]
 
-_CONVERSION = 1  # raised when the converted files change, so that old ones are made again
+_CONVERSION = 2  # raised when the converted files change, so that old ones are made again
 _PACKAGE = "package://"
 _SPACE_FACTOR = 4  # a 4-bit GGUF grows to 16 bits per weight
 
@@ -44,14 +46,20 @@ def prepare(spec: str, cache: Path | None = None, progress: Progress = silent) -
     `spec` is a folder, a `.gguf` file, `package://NAME/FILE` or a Hugging Face id. A GGUF file is converted to
     bfloat16 safetensors in `cache` the first time. Raises ConfigError with the cure.
     """
-    cache = cache or cache_folder()
+    try:
+        return _prepared(spec, cache or cache_folder(), progress)
+    except OSError as error:  # a file that may not be read, a disk that fails
+        raise ConfigError(f"model {spec!r} cannot be read: {first_line(error)}") from error
+
+
+def _prepared(spec: str, cache: Path, progress: Progress) -> Path:
     path = _package_file(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"model file {path} does not exist; check the parameter 'model'")
         return _converted(path, cache, progress)
     if path.is_dir():
-        return _checked_folder(path)
+        return check_folder(path)
     if spec.startswith((_PACKAGE, "/", ".", "~")) or spec.count("/") > 1:
         raise ConfigError(f"model {spec!r} is neither a folder nor a .gguf file; check the parameter 'model'")
     return _from_hub(spec, progress)
@@ -73,33 +81,6 @@ def _package_file(spec: str) -> Path:
     return path
 
 
-def _checked_folder(path: Path) -> Path:
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"model folder {path} has no config.json; it must hold a transformers model")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"model folder {path} has no .safetensors file; save the model with save_pretrained")
-    for file in sorted(path.glob("*.safetensors")):
-        _check_safetensors(file)
-    return path
-
-
-def _check_safetensors(file: Path) -> None:
-    """Compare the file's size with what its own header promises: a truncated download is told at once."""
-    size = file.stat().st_size
-    with file.open("rb") as f:
-        head = f.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < length <= size - 8:
-            raise ConfigError(f"weights file {file} is truncated ({size} bytes); fetch it again")
-        try:
-            header = json.loads(f.read(length))
-        except ValueError:
-            raise ConfigError(f"weights file {file} has a damaged header; fetch it again") from None
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    if size < 8 + length + end:
-        raise ConfigError(f"weights file {file} is truncated: {size} bytes of {8 + length + end}; fetch it again")
-
-
 def _from_hub(spec: str, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -107,7 +88,7 @@ def _from_hub(spec: str, progress: Progress) -> Path:
     progress("fetching the model", 0, None)
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-        return _checked_folder(Path(snapshot_download(spec, allow_patterns=patterns)))
+        return check_folder(Path(snapshot_download(spec, allow_patterns=patterns)))
     except HFValidationError:
         raise ConfigError(f"model {spec!r} is no folder, no .gguf file and no Hugging Face id") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -120,19 +101,20 @@ def _from_hub(spec: str, progress: Progress) -> Path:
 
 def _converted(file: Path, cache: Path, progress: Progress) -> Path:
     progress("reading the weights file", 0, None)
-    target = cache / "weights" / f"{file.stem}-{_digest(file)}-v{_CONVERSION}"
+    parts = gguf_file.parts(file)
+    target = cache / "weights" / f"{parts[0].stem}-{_digest(parts)}-v{_CONVERSION}"
     if _sound(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / f".{target.name}.lock"):
+        with locked(target.parent / f".{target.name}.lock"):
             if _sound(target):  # another process has just made it
                 return target
             shutil.rmtree(target, ignore_errors=True)  # what is there was damaged later, and can be made again
             _convert(file, target, progress)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise _no_space(target.parent, file) from None
+            raise _no_space(target.parent, file, _needed(parts)) from None
         raise ConfigError(f"cannot write converted weights to {target.parent}: {error.strerror or error}") from None
     return target
 
@@ -140,24 +122,29 @@ def _converted(file: Path, cache: Path, progress: Progress) -> Path:
 def _sound(folder: Path) -> bool:
     """Whether a converted model is there, as far as its own headers tell."""
     try:
-        _checked_folder(folder)
-        for name in ("config.json", "tokenizer.json"):
-            json.loads((folder / name).read_bytes())
-    except (ConfigError, OSError, ValueError):
+        check_folder(folder)
+        read_json(folder / "tokenizer.json")
+    except (ConfigError, OSError):
         return False
     return True
 
 
 def _convert(file: Path, target: Path, progress: Progress) -> None:
     for stale in target.parent.glob(f".{target.name}.tmp*"):  # a killed conversion left it; we hold the lock
-        shutil.rmtree(stale)
-    if shutil.disk_usage(target.parent).free < _SPACE_FACTOR * file.stat().st_size:
-        raise _no_space(target.parent, file)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp", dir=target.parent))
+        shutil.rmtree(stale, ignore_errors=True)
+    parts = gguf_file.parts(file)
+    if shutil.disk_usage(target.parent).free < _needed(parts):
+        raise _no_space(target.parent, file, _needed(parts))
+    work = new_folder(target.parent, f".{target.name}.tmp-")
     try:
-        _unpack(file, work, progress)
-        work.chmod(0o755)
-        work.rename(target)
+        source, out = parts[0], work / "converted"
+        if len(parts) > 1:
+            source = work / file.name
+            progress("merging the parts of the weights", 0, None)
+            gguf_file.merge([read_header(part) for part in parts], source)
+        _unpack(source, out, progress)
+        open_to_others(out)  # safetensors keeps its files to their owner
+        out.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -166,23 +153,39 @@ def _unpack(file: Path, out: Path, progress: Progress) -> None:
     """Write `file` as bfloat16 safetensors with its tokenizer. About 20 seconds for 135 M parameters on two cores."""
     total = 4
     progress("converting the weights", 0, total)
+    header = read_header(file)
+    gguf_file.refuse_part(header)
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.GgufConfig(dequantize=True)  # packed weights could not be saved
+    packing = transformers.GgufConfig(dequantize=True)  # packed weights could not be saved
     progress("converting the weights", 1, total)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=config
+        config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        gguf_file.complete_config(header, config)
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            config=config,
+            dtype=torch.bfloat16,
+            quantization_config=packing,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
         progress("converting the weights", 2, total)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:  # what a cut file makes of a parser
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            file.parent, gguf_file=file.name, trust_remote_code=False
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # its header is sound, so what fails here is what transformers makes of its contents
         raise ConfigError(
-            f"model file {file} is truncated, damaged or of an unknown kind ({reason}); fetch it again"
-        ) from None
+            f"model file {file} cannot be converted ({first_line(error)}); serve the safetensors original of this model"
+        ) from error
+    refuse_unproven(f"model file {file}", model, loading)
+    gguf_file.refuse_leftovers(header, model)
     progress("converting the weights", 3, total)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -198,22 +201,23 @@ def _forget_source(config_file: Path) -> None:
     config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        with file.open("rb") as f:
+            hashlib.file_digest(f, lambda: digest)
+    return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
+def _needed(files: list[Path]) -> int:
+    """Bytes that converting `files` takes; parts are merged first."""
+    return (_SPACE_FACTOR + (len(files) > 1)) * sum(file.stat().st_size for file in files)
 
 
-def _no_space(folder: Path, file: Path) -> ConfigError:
-    need, free = _SPACE_FACTOR * file.stat().st_size >> 20, shutil.disk_usage(folder).free >> 20
+def _no_space(folder: Path, file: Path, needed: int) -> ConfigError:
+    free = shutil.disk_usage(folder).free
     return ConfigError(
-        f"no space to convert {file.name} in {folder}: {need} MiB needed, {free} MiB free; "
+        f"no space to convert {file.name} in {folder}: {needed >> 20} MiB needed, {free >> 20} MiB free; "
         f"free some, or set TOKENSTREAM_CACHE to another folder"
     )
 

@@ -1,0 +1,142 @@
+"""The header of a GGUF file: its metadata and where its tensors lie, read in a fraction of a second.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian. Arrays of strings,
+which are a vocabulary, are walked past and not kept. It does not know what the metadata mean.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm_engine.config import ConfigError
+
+MAGIC = b"GGUF"
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor. `kind` is ggml's number of its type; `offset` counts bytes from the start of the data."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+    @property
+    def values(self) -> int:
+        """How many values it holds."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """`entries` holds each metadata key with its bytes as they stand in the file, key and type included.
+
+    `data_start` is where the tensors' data begin, in bytes from the start of the file, and `alignment` theirs.
+    """
+
+    file: Path
+    version: int
+    metadata: dict[str, Any]
+    entries: tuple[tuple[str, bytes], ...]
+    tensors: tuple[GgufTensor, ...]
+    data_start: int
+    alignment: int
+
+    def floats(self, tensor: GgufTensor) -> list[float]:
+        """The values of a small float32 tensor."""
+        with self.file.open("rb") as f:
+            f.seek(self.data_start + tensor.offset)
+            return list(struct.unpack(f"<{tensor.values}f", f.read(4 * tensor.values)))
+
+
+def read_header(file: Path) -> GgufHeader:
+    """Read the header of `file`. ConfigError if it is no GGUF file, or is cut, damaged or of an unknown version."""
+    try:
+        with file.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            header = _Reader(content).header(file)
+    except (struct.error, ValueError, KeyError, IndexError, MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"model file {file} is truncated, damaged or no GGUF file ({error}); fetch it again"
+        ) from None
+    end = header.data_start + max((t.offset + _size(file, t) for t in header.tensors), default=0)
+    if (size := file.stat().st_size) < end:
+        raise ConfigError(f"model file {file} is truncated: {size} bytes of {end}; fetch it again")
+    return header
+
+
+def _size(file: Path, tensor: GgufTensor) -> int:
+    from gguf import GGML_QUANT_SIZES
+
+    if tensor.kind not in set(GGML_QUANT_SIZES):
+        raise ConfigError(f"model file {file} holds {tensor.name!r} in an unknown type ({tensor.kind}); choose another")
+    block, size = next(sizes for kind, sizes in GGML_QUANT_SIZES.items() if kind == tensor.kind)
+    return int(tensor.values // block * size)
+
+
+class _Reader:
+    """Reads forward through the bytes of a file."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content = content
+        self._at = 0
+
+    def header(self, file: Path) -> GgufHeader:
+        if self._content[:4] != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        self._at = 4
+        version, tensor_count, entry_count = self._take("IQQ")
+        if version not in (2, 3):
+            raise ValueError(f"version {version}")
+        metadata: dict[str, Any] = {}
+        entries = []
+        for _ in range(entry_count):
+            start = self._at
+            key = self._string()
+            metadata[key] = self._value(*self._take("I"))
+            entries.append((key, self._content[start : self._at]))
+        tensors = tuple(self._tensor() for _ in range(tensor_count))
+        alignment = int(metadata.get("general.alignment", 32))
+        data_start = -(-self._at // alignment) * alignment
+        return GgufHeader(file, version, metadata, tuple(entries), tensors, data_start, alignment)
+
+    def _tensor(self) -> GgufTensor:
+        name = self._string()
+        (dimensions,) = self._take("I")
+        shape = self._take(f"{dimensions}Q")
+        kind, offset = self._take("IQ")
+        return GgufTensor(name, tuple(reversed(shape)), kind, offset)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._take(_FORMATS[kind])[0]
+        element, count = self._take("IQ")
+        if element == _STRING:
+            for _ in range(count):
+                (length,) = self._take("Q")
+                self._at += length
+            return None
+        if element == _ARRAY:
+            return [self._value(_ARRAY) for _ in range(count)]
+        return list(self._take(f"{count}{_FORMATS[element]}"))
+
+    def _string(self) -> str:
+        (length,) = self._take("Q")
+        start, self._at = self._at, self._at + length
+        if self._at > len(self._content):
+            raise ValueError("it ends within a name")
+        return self._content[start : self._at].decode("utf-8", "replace")
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from("<" + form, self._content, self._at)
+        self._at += struct.calcsize("<" + form)
+        return found
