@@ -27,7 +27,7 @@ from .metrics import Metrics, Outcome
 from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status, Timings
 from .runner import Drawn, InFlight, Runner, is_device_lost
 from .scheduler import Chunk, Scheduler
-from .text import TextStream
+from .text import TextStream, backend
 
 STALL_SECONDS = 5.0
 STALL_SLACK = 5.0  # times the longest step expected from those measured at load
@@ -59,6 +59,7 @@ class Engine:
         self._loaded = self._runner.loaded
         self.config = self._loaded.config
         self.tokenizer = self._loaded.tokenizer
+        self._backend = backend(self.tokenizer)
         self.vocab_size = self._loaded.vocab_size
         self.metrics = Metrics()
         self.heartbeat = time.monotonic()  # when the engine thread last finished a turn
@@ -154,7 +155,7 @@ class Engine:
         request.seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         request.prompt_len = len(request.prompt_ids)
         request.tokens = [*request.prompt_ids, *request.resume_token_ids]
-        request.text = TextStream(self.tokenizer, request.prompt_ids, request.params)
+        request.text = TextStream(self.tokenizer, request.prompt_ids, request.params, self._backend)
         return self._replay(request)
 
     def _replay(self, request: Request) -> FinishReason | None:
