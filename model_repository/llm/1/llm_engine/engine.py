@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from . import loading
+from .admission import Admission
 from .blocks import BlockPool
 from .config import EngineConfig
+from .deltas import delta
 from .door import Door
-from .fit import fingerprint, fit
 from .loading import LoadedModel
 from .metrics import Metrics, Outcome
-from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status, Timings
+from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status
 from .runner import Drawn, InFlight, Runner, is_device_lost
 from .scheduler import Chunk, Scheduler
-from .text import TextStream, backend
 
 STALL_SECONDS = 5.0
+PREPARING_SECONDS = 0.05  # an engine without work looks so often at the clocks of requests in preparation
 STALL_SLACK = 5.0  # times the longest step expected from those measured at load
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,18 @@ class _Drain:
 class _Close: ...
 
 
+class _Entered:
+    """Somebody came in who is still to be prepared: the clocks of those who wait must be watched again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A request that had entered ends with its preparation."""
+
+    request: Request
+    end: FinishReason | RequestError
+
+
 class Engine:
     """Serves one model. Loading happens in the constructor, which raises ConfigError with the cure.
 
@@ -59,7 +72,7 @@ class Engine:
         self._loaded = self._runner.loaded
         self.config = self._loaded.config
         self.tokenizer = self._loaded.tokenizer
-        self._backend = backend(self.tokenizer)
+        self._admission = Admission(self._loaded)
         self.vocab_size = self._loaded.vocab_size
         self.metrics = Metrics()
         self.heartbeat = time.monotonic()  # when the engine thread last finished a turn
@@ -75,7 +88,7 @@ class Engine:
         self._door = Door(self.config.max_sequences, self.config.max_queue_size)
         self._drain_deadline = math.inf
         self.device_lost = False  # a step failed in such a way that only a new process can help
-        self._inbox: SimpleQueue[Request | _Cancel | _Drain | _Close] = SimpleQueue()
+        self._inbox: SimpleQueue[Request | _Ended | _Entered | _Cancel | _Drain | _Close] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -94,18 +107,49 @@ class Engine:
         """
         request.emit = emit
         try:
-            if (ended := self._admit_checked(request)) is None:
-                if not self._door.live:
-                    self.heartbeat = time.monotonic()  # idle until now: the thread has had nothing to finish
-                self._door.enter(request)
+            if (ended := self._admission.admit(request)) is None:
+                self._enter(request)
         except RequestError as error:
             self.metrics.count_refused(error)
             raise
         if ended is not None:
             self.metrics.count_finished(request, ended, time.monotonic())
-            _hand_out(emit, [self._delta(request, "", (), finish_reason=ended)])
+            _hand_out(emit, [delta(request, "", self._loaded.exact, finish_reason=ended)])
             return
         self._inbox.put(request)
+
+    def enter(self, request: Request, emit: Emit) -> None:
+        """Give a request a place in the queue before its prompt is made; whoever calls this calls `complete` later.
+
+        From now on its clocks run, and whatever ends it (cancel, drain, a deadline) is told to `emit` at once. Raises
+        RequestError, and emits nothing, if the queue is full or the engine drains or is closed.
+        """
+        request.emit = emit
+        request.emitted = len(request.resume_token_ids)
+        try:
+            self._enter(request)
+        except RequestError as error:
+            self.metrics.count_refused(error)
+            raise
+        self._inbox.put(_Entered())
+
+    def complete(self, request: Request, prepare: Callable[[Request], None]) -> None:
+        """Submit a request that has entered, once `prepare` has set its `prompt_ids`: both on the calling thread.
+
+        Raises nothing: whatever fails ends the request, unless it has ended before.
+        """
+        if request.status is Status.FINISHED:
+            return
+        end: FinishReason | RequestError | None
+        try:
+            prepare(request)
+            end = self._admission.admit(request)
+        except RequestError as error:
+            end = error
+        except Exception as error:
+            log.exception("request %s could not be prepared", request.id)
+            end = _internal("the request could not be prepared", error)
+        self._inbox.put(request if end is None else _Ended(request, end))
 
     def cancel(self, request_id: str) -> None:
         """End a request within one step with CANCELLED; nothing happens if it is unknown or has ended."""
@@ -142,34 +186,10 @@ class Engine:
         self._inbox.put(_Close())
         self._thread.join(timeout)
 
-    def _admit_checked(self, request: Request) -> FinishReason | None:
-        """Check a request and fill in the engine's fields; return a reason if its resumed answer has ended already."""
-        loaded = self._loaded
-        fit(request, self.tokenizer, self.config.max_context, self.vocab_size)
-        request.fingerprint = fingerprint(loaded.digest, request.prompt_ids)
-        if request.resume_fingerprint not in (None, request.fingerprint):
-            raise RequestError(
-                f"resume_mismatch: this server's answer has fingerprint {request.fingerprint}, "
-                f"got {request.resume_fingerprint}"
-            )
-        request.seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        request.prompt_len = len(request.prompt_ids)
-        request.tokens = [*request.prompt_ids, *request.resume_token_ids]
-        request.text = TextStream(self.tokenizer, request.prompt_ids, request.params, self._backend)
-        return self._replay(request)
-
-    def _replay(self, request: Request) -> FinishReason | None:
-        """Bring the text state to where the resumed tokens left it."""
-        for token in request.resume_token_ids:
-            ends = self._ends(request.params, token)
-            request.text.push(token, is_end=ends)
-            request.emitted += 1
-            if ends or request.text.stopped:
-                return FinishReason.STOP
-        if len(request.tokens) < request.max_total:
-            return None
-        request.text.flush()
-        return FinishReason.STOP if request.text.stopped else FinishReason.LENGTH
+    def _enter(self, request: Request) -> None:
+        if not self._door.live:
+            self.heartbeat = time.monotonic()  # idle until now: the thread has had nothing to finish
+        self._door.enter(request)
 
     # --- the engine thread ------------------------------------------------------------------------------------------
 
@@ -202,7 +222,7 @@ class Engine:
         """Handle all messages, waiting for the first one if idle; False once the engine is closed."""
         try:
             while True:
-                message = self._inbox.get(block=wait)
+                message = self._inbox.get(block=wait, timeout=PREPARING_SECONDS if self._door.live else None)
                 wait = False
                 match message:
                     case _Close():
@@ -212,11 +232,21 @@ class Engine:
                             self._end(request, "cancelled", RequestError("the request was cancelled", Code.CANCELLED))
                     case _Drain():
                         self._drain_deadline = min(self._drain_deadline, message.deadline)
+                    case _Ended() if message.request.status is not Status.FINISHED:
+                        self._end_prepared(message.request, message.end)
                     case Request() if message.status is not Status.FINISHED:  # ended before it was read
                         self._scheduler.add(message)
                         self.metrics.prompt_tokens += message.prompt_len
         except Empty:
             return True
+
+    def _end_prepared(self, request: Request, end: FinishReason | RequestError) -> None:
+        if isinstance(end, RequestError):
+            self._end(request, "invalid" if end.code is Code.INVALID_ARG else "failed", end)
+            return
+        self.metrics.count_finished(request, end, time.monotonic())
+        self._forget(request)
+        _hand_out(request.emit, [delta(request, "", self._loaded.exact, finish_reason=end)])
 
     def _end_overdue(self, now: float) -> None:
         for request in list(self._door.live.values()):
@@ -262,8 +292,8 @@ class Engine:
             for chunk in step.plan.chunks:
                 draw = next(drawn) if chunk.samples else None
                 self.metrics.tokens_after_cancel += chunk.samples and chunk.request.cancelled
-                if chunk.request.status is not Status.FINISHED and (delta := self._settle(chunk, draw)):
-                    outbox.setdefault(chunk.request.emit, []).append(delta)
+                if chunk.request.status is not Status.FINISHED and (told := self._settle(chunk, draw)):
+                    outbox.setdefault(chunk.request.emit, []).append(told)
         finally:  # a request whose last delta lies in the outbox is no longer live: nobody else would end it
             for emit, deltas in outbox.items():
                 _hand_out(emit, deltas)
@@ -295,7 +325,7 @@ class Engine:
         if first:
             request.first_token_at = now
         request.last_token_at = now
-        ends = self._ends(request.params, drawn.token)
+        ends = self._admission.ends(request.params, drawn.token)
         text = request.text.push(drawn.token, is_end=ends)
         reason = None
         if ends or request.text.stopped:
@@ -306,56 +336,18 @@ class Engine:
             text += request.text.flush()
             if request.text.stopped:  # by what was held back
                 reason = FinishReason.STOP
-        delta = self._delta(request, text, (drawn.token,), drawn=drawn, finish_reason=reason, first=first)
+        told = delta(request, text, self._loaded.exact, drawn=drawn, finish_reason=reason, first=first)
         request.emitted += 1
         if reason is not None:
             self.metrics.count_finished(request, reason, now)
             self._forget(request)
-        return delta
-
-    def _delta(
-        self,
-        request: Request,
-        text: str,
-        tokens: tuple[int, ...],
-        *,
-        drawn: Drawn | None = None,
-        finish_reason: FinishReason | None = None,
-        first: bool = True,
-    ) -> Delta:
-        return Delta(
-            request_id=request.id,
-            index=request.emitted,
-            token_ids=tokens,
-            text=text,
-            num_input_tokens=request.prompt_len,
-            logprobs=() if drawn is None or drawn.logprob is None else (drawn.logprob,),
-            finish_reason=finish_reason,
-            fingerprint=request.fingerprint if first else None,
-            seed=request.seed if first else None,
-            timings=None if finish_reason is None else self._timings(request),
-        )
-
-    def _timings(self, request: Request) -> Timings:
-        now = time.monotonic()
-        first = request.first_token_at or now
-        admitted = request.admitted_at or first
-        return Timings(
-            queue=admitted - request.arrived_at,
-            prefill=first - admitted,
-            first_token=first - request.arrived_at,
-            decode=now - first,
-            cached_tokens=request.cached_tokens,
-            preemptions=request.preemptions,
-            exact=self._loaded.exact,
-        )
+        return told
 
     def _end(self, request: Request, outcome: Outcome, error: RequestError) -> None:
         """End a live request with an error delta, and count it as `outcome`."""
         self.metrics.count_ended(outcome)
         self._forget(request)
-        delta = self._delta(request, "", (), first=False)
-        _hand_out(request.emit, [replace(delta, error=error, timings=self._timings(request))])
+        _hand_out(request.emit, [delta(request, "", self._loaded.exact, error=error, first=False)])
 
     def _forget(self, request: Request) -> None:
         """Free what a request holds; it is no longer live."""
@@ -381,11 +373,9 @@ class Engine:
 
     def _gauge(self) -> None:
         metrics = self.metrics
-        metrics.running, metrics.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        metrics.running = len(self._scheduler.running)
+        metrics.waiting = len(self._door.live) - metrics.running  # those in preparation among them
         metrics.kv_usage = 1.0 - self._pool.free / self._pool.blocks
-
-    def _ends(self, params: SamplingParams, token: int) -> bool:
-        return token in params.stop_token_ids or (not params.ignore_eos and token in self._loaded.eos_token_ids)
 
 
 def _hand_out(emit: Emit, deltas: list[Delta]) -> None:

@@ -15,9 +15,6 @@ from .request import Request, RequestError, check_token_ids
 
 def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int) -> None:
     """Refuse a request that does not fit, else set its `max_total` and `bad_words_ids`. `max_context` is in tokens."""
-    check_token_ids("input_ids", request.prompt_ids, vocab_size)
-    check_token_ids("resume_token_ids", request.resume_token_ids, vocab_size)
-    request.params.check_vocabulary(vocab_size)
     prompt, resumed = len(request.prompt_ids), len(request.resume_token_ids)
     if not prompt:
         raise RequestError("the prompt is empty; send at least one token")
@@ -31,6 +28,9 @@ def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int) -> 
         raise RequestError(
             f"resume_token_ids holds {resumed} tokens; at most {request.max_total - prompt} fit behind the prompt"
         )
+    check_token_ids("input_ids", request.prompt_ids, vocab_size)
+    check_token_ids("resume_token_ids", request.resume_token_ids, vocab_size)
+    request.params.check_vocabulary(vocab_size)
     request.bad_words_ids = _bad_words(request.params.bad_words, tokenizer)
 
 
