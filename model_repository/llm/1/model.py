@@ -23,11 +23,10 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from preparer import LONG_BYTES, Preparer
+from preparer import LONG_BYTES, SWITCH_SECONDS, Preparer
 from replies import Replies, Reply, Stream, int32, internal, request_log, string
 from wire import Call, Operation, input_bytes, read_call
 
-SWITCH_SECONDS = 0.0005  # a thread that computes in Python gives way to the engine's so often; Python's own are 0.005
 YIELD_SECONDS = 0.02  # a full instance holds back so long, for another one with room to take the next request
 log = logging.getLogger("tokenstream")
 

@@ -17,6 +17,7 @@ from llm_engine.request import Code, RequestError
 
 LONG_BYTES = 8192  # of a request's inputs; fewer take less than about five milliseconds
 MOST_BYTES = 2**26  # that may wait here
+SWITCH_SECONDS = 0.0005  # a thread that computes in Python gives way so often; by default Python's do every 0.005
 NICENESS = 10  # of this thread, behind the threads that compute tokens where they want the same core
 log = logging.getLogger("tokenstream")
 
