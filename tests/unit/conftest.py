@@ -35,7 +35,8 @@ def serve() -> Iterator[Serve]:
 @pytest.fixture
 def replies(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The adapter's module `replies`, over a stand-in for the one that only a stub process has."""
-    error = type("TritonError", (), {"INTERNAL": 1, "__init__": lambda self, text, code: setattr(self, "text", text)})
+    codes = {code: number for number, code in enumerate(("INTERNAL", "INVALID_ARG", "UNAVAILABLE", "CANCELLED"), 1)}
+    error = type("TritonError", (), {**codes, "__init__": lambda self, text, code: setattr(self, "text", text)})
     backend = SimpleNamespace(
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
         TritonError=error,

@@ -86,10 +86,9 @@ class Engine:
 @pytest.fixture
 def adapter(replies: Any) -> Any:
     """The adapter over an engine and a tokenizer that are made up."""
-    replies.pb_utils.TritonError.INVALID_ARG = 2
     made = importlib.import_module("model").TritonPythonModel()
     made._engine = Engine()
-    made._prompts = SimpleNamespace()
+    made._prompts = SimpleNamespace(check_size=lambda size: None)
     made._keeps_queue, made._yields, made._ids = True, False, itertools.count()
     made._replies = replies.Replies(1, lambda key: None, lambda seconds: None)
     return made

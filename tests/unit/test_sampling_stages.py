@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
@@ -189,3 +192,63 @@ def test_rules_and_prompt_tokens_without_a_logit_change_nothing() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, repetition_penalty=2.0, logit_bias=((4, 1.0),))
     admit(sampler, 0, params, tokens=[9, 3], eos=(7,), bad_words=((5,), (3, 8), (9, 3, 3)))
     assert [int(sample(sampler, logits, [0], p).tokens) for p in (1, 2)] == [2, 3]  # 3 would complete a word at first
+
+
+class Elements(TorchFunctionMode):
+    """Counts the elements that all operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        values = out if isinstance(out, tuple) else (out,)
+        self.count += sum(value.numel() for value in values if isinstance(value, Tensor))
+        return out
+
+
+def elements(sampler: Sampler, logits: Tensor) -> int:
+    """What a step with a row for each seat costs, behind one that is not counted."""
+    seats = range(len(logits))
+    sample(sampler, logits, seats)
+    with Elements() as counted:
+        sample(sampler, logits, seats)
+    return counted.count
+
+
+HEAVY = SamplingParams(
+    temperature=0.0, logit_bias=tuple((token, -1.0) for token in range(1000)), repetition_penalty=2.0
+)
+LONG_WORD = tuple(range(1, 200))
+
+
+def test_a_step_costs_what_its_rows_ask_for_and_not_what_their_seats_were_once_asked() -> None:
+    logits = torch.zeros(8, 2000)
+    fresh, used = (Sampler(8, 2000, CPU) for _ in range(2))
+    for seat in range(8):
+        admit(used, seat, HEAVY, bad_words=(LONG_WORD,))
+    sample(used, logits, range(8))
+    for sampler in (fresh, used):
+        for seat in range(8):
+            admit(sampler, seat, SamplingParams(temperature=0.0, logit_bias=((5, 1.0),) if seat == 3 else ()))
+    assert elements(used, logits) == elements(fresh, logits)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_rules_and_penalties_of_one_row_cost_the_others_nothing(greedy: bool) -> None:
+    plain = SamplingParams(temperature=0.0 if greedy else 1.0)
+    costs = {}
+    for rows in (4, 8):
+        for heavy in (False, True):
+            sampler = Sampler(8, 2000, CPU)
+            for seat in range(rows):
+                admit(
+                    sampler,
+                    seat,
+                    HEAVY if heavy and seat == 3 else plain,
+                    bad_words=(LONG_WORD,) * (heavy and seat == 3),
+                )
+            costs[rows, heavy] = elements(sampler, torch.zeros(rows, 2000))
+    more = {rows: costs[rows, True] - costs[rows, False] for rows in (4, 8)}
+    assert abs(more[8] - more[4]) < 2000 * (1 if greedy else 8)  # the drawn rows are copied out of the logits, once

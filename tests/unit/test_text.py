@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from llm_engine.request import SamplingParams
-from llm_engine.text import Detokenizer, TextStream
+from llm_engine.text import Detokenizer, TextStream, backend
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 CORPUS = [
@@ -84,10 +84,24 @@ def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+@cache
+def word_piece() -> PreTrainedTokenizerFast:
+    """WordPiece as BERT has it: a space before every word, none before a piece, and clean-up of spaces."""
+    vocab = ["[UNK]", "[CLS]", "[SEP]", "the", "cat", "##s", "##at", "don", "'", "t", ".", ",", "中", "é"]
+    tokenizer = Tokenizer(models.WordPiece({token: i for i, token in enumerate(vocab)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in vocab[:3]])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
 def deltas(tokenizer: object, prompt: Sequence[int], answer: Sequence[int]) -> list[str]:
-    """The delta of each token and, last, the flush."""
-    detokenizer = Detokenizer(tokenizer, prompt)
-    return [*(detokenizer.push(token) for token in answer), detokenizer.flush()]
+    """The delta of each token and, last, the flush: the same with and without tokenizers' own streaming decoder."""
+    plain, *others = (
+        [*(detokenizer.push(token) for token in answer), detokenizer.flush()]
+        for detokenizer in (Detokenizer(tokenizer, prompt, backend=behind) for behind in {None, backend(tokenizer)})
+    )
+    assert others in ([], [plain])
+    return plain
 
 
 def stream(pieces: Sequence[str], **params: object) -> tuple[TextStream, list[str]]:
@@ -172,6 +186,62 @@ def test_metaspace_deltas_joined_are_what_the_answer_adds_to_the_prompt(prompt: 
     tokenizer = metaspace()
     expected = decode(tokenizer, prompt + answer).removeprefix(decode(tokenizer, prompt))
     assert "".join(deltas(tokenizer, prompt, answer)) == expected
+
+
+@examples
+@given(st.lists(st.integers(0, 13), max_size=8), st.lists(st.integers(0, 13), max_size=30))
+def test_word_piece_deltas_joined_are_what_the_answer_adds_to_the_prompt(prompt: list[int], answer: list[int]) -> None:
+    tokenizer = word_piece()
+    expected = decode(tokenizer, prompt + answer).removeprefix(decode(tokenizer, prompt))
+    assert "".join(deltas(tokenizer, prompt, answer)) == expected
+
+
+@examples
+@given(st.lists(st.integers(0, 329), max_size=30), st.lists(st.integers(0, 329), max_size=60))
+def test_the_streaming_decoder_changes_no_delta_whatever_the_ids(prompt: list[int], answer: list[int]) -> None:
+    for tokenizer in (byte_level(), byte_fallback(), metaspace(), word_piece()):
+        ids = [[i % len(tokenizer) for i in part] for part in (prompt, answer)]
+        deltas(tokenizer, *ids)
+
+
+class Strips(PreTrainedTokenizerFast):  # type: ignore[misc,unused-ignore]
+    """Replaces what its backend decodes, as CPM's does."""
+
+    def decode(self, *args: object, **kwargs: object) -> str:
+        return str(super().decode(*args, **kwargs)).replace(" ", "")
+
+
+def test_the_streaming_decoder_is_used_only_where_it_is_the_whole_of_the_tokenizers_decode() -> None:
+    plain = byte_level()
+    assert backend(plain) is plain.backend_tokenizer
+    assert backend(Strips(tokenizer_object=plain.backend_tokenizer)) is None
+    assert backend(Pieces("a")) is None
+
+
+class Counted(Detokenizer):
+    """Counts the decodes that the streaming decoder did not make."""
+
+    decodes = 0
+
+    def _decode(self, ids: list[int]) -> str:
+        self.decodes += 1
+        return super()._decode(ids)
+
+
+def test_whole_characters_are_left_to_the_streaming_decoder_also_behind_unfinished_ones_and_special_tokens() -> None:
+    tokenizer = byte_level()
+    words = tokenizer.encode("the cat sat on the mat, " * 10, add_special_tokens=False)
+    detokenizer = Counted(tokenizer, words, backend=backend(tokenizer))
+    begun = detokenizer.decodes
+    for unusual in ([], [tokenizer.eos_token_id], [0x100, 0x101]):
+        for token in unusual:
+            detokenizer.push(token)
+        detokenizer.push(words[0])
+        begun, before = detokenizer.decodes, begun
+        assert unusual or begun == before
+        for token in words:
+            detokenizer.push(token)
+        assert detokenizer.decodes == begun
 
 
 @pytest.mark.parametrize("specials", [1, 7, 8, 9, 40])

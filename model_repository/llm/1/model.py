@@ -1,8 +1,9 @@
 """Triton adapter: requests in, one response per token out. Everything else is `llm_engine`.
 
-Four threads: Triton's (`execute`: parse, submit), the engine's, the sender (`replies`, the only one that sends) and the
-watcher (`watcher`, the only one that polls for cancellation and exports metrics). Every request gets exactly one FINAL,
-on its last data response or on its error. It does not know how tokens are made.
+Five threads: Triton's (`execute`: parse, submit), the engine's, the sender (`replies`, the only one that sends), the
+watcher (`watcher`, the only one that polls for cancellation and exports metrics) and the preparer (`preparer`), which
+tokenizes and replays what is too long for `execute`, where later requests would wait for it. Every request gets exactly
+one FINAL, on its last data response or on its error. It does not know how tokens are made.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import math
 import os
 import secrets
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from preparer import LONG_BYTES, SWITCH_SECONDS, Preparer
 from replies import Replies, Reply, Stream, int32, internal, request_log, string
-from wire import MAX_ID_BYTES, Call, Operation, read_call
+from wire import MAX_ID_BYTES, Call, Operation, input_bytes, read_call
 
 YIELD_SECONDS = 0.02  # a full instance holds back so long, for another one with room to take the next request
 log = logging.getLogger("tokenstream")
@@ -40,6 +44,8 @@ class TritonPythonModel:
                 f"numpy {np.__version__} crashes this server's Python backend on the first string; "
                 f"install numpy<2 in the Python that tritonserver uses"
             )
+        sys.setswitchinterval(SWITCH_SECONDS)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is tokenized on the thread that asks
         config = json.loads(args["model_config"])
         given = _device(args, config)  # before torch is imported
         from llm_engine.config import ConfigError
@@ -58,6 +64,7 @@ class TritonPythonModel:
         self._keeps_queue = model_keeps_queue(config)
         self._yields = _instances(config) > 1
         self._ids = itertools.count()
+        self._preparer = Preparer()
         self._replies = Replies(
             settings.max_tokens_per_response,
             engine.cancel,
@@ -74,6 +81,7 @@ class TritonPythonModel:
         run_folder = os.environ.get("TOKENSTREAM_RUN_DIR")
         self._watcher = Watcher(engine, self._replies, instance, Path(run_folder) if run_folder else None, exporter)
         self._replies.start()
+        self._preparer.start()
         self._watcher.start()
         log.info("ready: %s", json.dumps(engine.info()))
 
@@ -100,52 +108,87 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End what is live and stop the threads. Triton calls it only when no response sender lives any more."""
         self._engine.close()
+        self._preparer.stop()
         self._watcher.stop()
         self._replies.stop()
 
     def _accept(self, request: Any) -> None:
-        from llm_engine.request import RequestError
-
         identity = request.request_id() or f"auto-{secrets.token_hex(6)}"  # what the log and an error have in common
         stream = Stream(request.get_response_sender(), Call(request_id=identity[:MAX_ID_BYTES]))
-        submitting = False
+        self._answering(stream, partial(self._read, stream, request, identity))
+
+    def _answering(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Do work for a request; whatever fails is its answer."""
+        from llm_engine.request import RequestError
+
         try:
-            stream.call = read_call(request, identity, self._engine.defaults)
-            ids = self._answer_or_encode(stream)
-            submitting = True
-            if ids is not None:
-                self._submit(stream, ids)
+            work()
         except RequestError as error:
-            if not submitting:  # the engine counts what it refuses itself
-                self._engine.metrics.count_refused(error)
+            self._engine.metrics.count_refused(error)
             self._replies.put(Reply(stream, [], error))
         except Exception as error:  # execute never raises: Triton would fail every request and show a traceback
             log.exception("a request could not be accepted")
             self._engine.metrics.count_ended("failed")
             self._replies.put(Reply(stream, [], internal(error, own_fault=True)))
 
-    def _answer_or_encode(self, stream: Stream) -> list[int] | None:
-        """Answer what needs no seat and return None; else return the prompt's token ids."""
+    def _read(self, stream: Stream, request: Any, identity: str) -> None:
+        """Read a request and serve it: here if its work is short, else on the preparer's thread."""
+        size = input_bytes(request)
+        self._prompts.check_size(size)
+        stream.call = call = read_call(request, identity, self._engine.defaults)
+        if size < LONG_BYTES:
+            self._serve(stream)
+            return
+        self._preparer.check(size)
+        if call.operation is not Operation.GENERATE:
+            self._replies.streams[identity := str(next(self._ids))] = stream  # where the watcher asks for cancellation
+            self._preparer.put(size, partial(self._answering, stream, partial(self._serve_late, stream, identity)))
+        elif entered := self._submit(stream, self._engine.enter):  # in the queue from now on
+            self._preparer.put(size, partial(self._engine.complete, entered, partial(self._fill, stream)))
+
+    def _serve_late(self, stream: Stream, key: str) -> None:
+        """Answer what needs no seat, unless nobody waits for it any more."""
+        from llm_engine.request import Code, RequestError
+
+        del self._replies.streams[key]
+        if stream.cancelled:
+            self._replies.put(Reply(stream, [], RequestError("the request was cancelled", Code.CANCELLED)))
+        else:
+            self._serve(stream)
+
+    def _serve(self, stream: Stream) -> None:
+        """Answer what needs no seat; submit the others."""
         call, prompts = stream.call, self._prompts
-        if call.operation is Operation.INFO:
-            return self._replies.put(Reply(stream, [string("text_output", json.dumps(self._engine.info()))]))
-        if call.operation is Operation.DETOKENIZE:
+        if call.operation is Operation.GENERATE:
+            self._submit(stream, self._engine.submit, self._encode(call))
+        elif call.operation is Operation.INFO:
+            self._replies.put(Reply(stream, [string("text_output", json.dumps(self._engine.info()))]))
+        elif call.operation is Operation.DETOKENIZE:
             text = prompts.decode("input_ids", call.input_ids)
-            return self._replies.put(Reply(stream, [string("text_output", text)]))
+            self._replies.put(Reply(stream, [string("text_output", text)]))
+        else:
+            ids = self._encode(call)
+            self._replies.put(Reply(stream, [int32("token_ids", ids), int32("num_input_tokens", [len(ids)])]))
+
+    def _encode(self, call: Call) -> list[int]:
+        """The prompt's token ids; and its text, where that opens the answer."""
         if call.text is not None:
-            ids = prompts.text("text_input", call.text)
+            ids = self._prompts.text("text_input", call.text)
         elif call.messages is not None:
-            ids = prompts.messages("messages", call.messages, call.template_time)
+            ids = self._prompts.messages("messages", call.messages, call.template_time)
         else:
             ids = call.input_ids
-        if call.operation is Operation.TOKENIZE:
-            return self._replies.put(Reply(stream, [int32("token_ids", ids), int32("num_input_tokens", [len(ids)])]))
         if not call.exclude_input:
-            call.echo = call.text if call.text is not None else prompts.decode("input_ids", ids)
+            call.echo = call.text if call.text is not None else self._prompts.decode("input_ids", ids)
         return ids
 
-    def _submit(self, stream: Stream, ids: list[int]) -> None:
-        from llm_engine.request import Request
+    def _fill(self, stream: Stream, request: Any) -> None:
+        """Give a request that has entered its prompt."""
+        request.prompt_ids = self._encode(stream.call)
+
+    def _submit(self, stream: Stream, submit: Callable[..., None], ids: Sequence[int] = ()) -> Any:
+        """Let the engine have a request, which is returned; None if it was refused, and answered."""
+        from llm_engine.request import Request, RequestError
 
         call = stream.call
         longest = self._engine.config.max_queue_seconds if self._keeps_queue else math.inf
@@ -162,10 +205,15 @@ class TritonPythonModel:
         )
         self._replies.streams[request.id] = stream
         try:
-            self._engine.submit(request, self._replies.put)
+            submit(request, self._replies.put)
+        except RequestError as error:  # counted by the engine
+            del self._replies.streams[request.id]
+            self._replies.put(Reply(stream, [], error))
+            return None
         except BaseException:
             del self._replies.streams[request.id]
             raise
+        return request
 
 
 def _instances(config: dict[str, Any], *kinds: str) -> int:

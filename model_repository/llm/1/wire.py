@@ -74,6 +74,12 @@ class Call:
     outputs: frozenset[str] = frozenset()
 
 
+def input_bytes(request: Any) -> int:
+    """Bytes of all inputs of a Triton InferenceRequest, which is roughly what its preparation costs."""
+    arrays = [tensor.as_numpy() for tensor in request.inputs()]
+    return sum(sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes for array in arrays)
+
+
 def read_call(request: Any, request_id: str, defaults: SamplingParams) -> Call:
     """Read a Triton InferenceRequest, known as `request_id`; RequestError if anything in it cannot be honoured."""
     if (size := len(request_id.encode())) > MAX_ID_BYTES:
@@ -282,6 +288,8 @@ def _many(inputs: dict[str, Any], name: str, convert: Callable[..., Any]) -> lis
     array = tensor.as_numpy()
     if array.shape[0] != 1:
         raise RequestError(f"{name} must have shape [1, n], got {list(array.shape)}")
+    if convert is int and array.dtype != np.object_:
+        return cast(list[Any], array[0].tolist())  # a megabyte of token ids takes milliseconds
     try:
         return [convert(value) for value in array[0]]
     except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ import secrets
 from .fit import fingerprint, fit, hidden_stops
 from .loading import LoadedModel
 from .request import FinishReason, Request, RequestError, SamplingParams
-from .text import TextStream
+from .text import TextStream, backend
 
 
 class Admission:
@@ -19,6 +19,7 @@ class Admission:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
+        self._backend = backend(loaded.tokenizer)
 
     def admit(self, request: Request) -> FinishReason | None:
         """Check a request and fill in the engine's fields; return a reason if its resumed answer has ended already."""
@@ -33,8 +34,13 @@ class Admission:
         request.seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         request.prompt_len = len(request.prompt_ids)
         request.tokens = [*request.prompt_ids, *request.resume_token_ids]
-        hidden = hidden_stops(loaded.tokenizer, request.params)
-        request.text = TextStream(loaded.tokenizer, request.prompt_ids, request.params, hidden)
+        request.text = TextStream(
+            loaded.tokenizer,
+            request.prompt_ids,
+            request.params,
+            backend=self._backend,
+            hidden_stops=hidden_stops(loaded.tokenizer, request.params),
+        )
         return self._replay(request)
 
     def ends(self, params: SamplingParams, token: int) -> bool:

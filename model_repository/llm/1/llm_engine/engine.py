@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -30,6 +30,7 @@ from .runner import Drawn, InFlight, Runner, is_device_lost
 from .scheduler import Chunk, Scheduler
 
 STALL_SECONDS = 5.0
+PREPARING_SECONDS = 0.05  # an engine without work looks so often at the clocks of requests in preparation
 STALL_SLACK = 5.0  # times the longest step expected from those measured at load
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,18 @@ class _Drain:
 
 
 class _Close: ...
+
+
+class _Entered:
+    """Somebody came in who is still to be prepared: the clocks of those who wait must be watched again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A request that had entered ends with its preparation."""
+
+    request: Request
+    end: FinishReason | RequestError
 
 
 class Engine:
@@ -75,7 +88,7 @@ class Engine:
         self._door = Door(self.config.max_sequences, self.config.max_queue_size)
         self._drain_deadline = math.inf
         self.device_lost = False  # a step failed in such a way that only a new process can help
-        self._inbox: SimpleQueue[Request | _Cancel | _Drain | _Close] = SimpleQueue()
+        self._inbox: SimpleQueue[Request | _Ended | _Entered | _Cancel | _Drain | _Close] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -95,9 +108,7 @@ class Engine:
         request.emit = emit
         try:
             if (ended := self._admission.admit(request)) is None:
-                if not self._door.live:
-                    self.heartbeat = time.monotonic()  # idle until now: the thread has had nothing to finish
-                self._door.enter(request)
+                self._enter(request)
         except RequestError as error:
             self.metrics.count_refused(error)
             raise
@@ -110,6 +121,39 @@ class Engine:
             self._hand_out(emit, [delta(request, "", self._loaded.exact, finish_reason=ended)])
             return
         self._inbox.put(request)
+
+    def enter(self, request: Request, emit: Emit) -> None:
+        """Give a request a place in the queue before its prompt is made; whoever calls this calls `complete` later.
+
+        From now on its clocks run, and whatever ends it (cancel, drain, a deadline) is told to `emit` at once. Raises
+        RequestError, and emits nothing, if the queue is full or the engine drains or is closed.
+        """
+        request.emit = emit
+        request.emitted = len(request.resume_token_ids)
+        try:
+            self._enter(request)
+        except RequestError as error:
+            self.metrics.count_refused(error)
+            raise
+        self._inbox.put(_Entered())
+
+    def complete(self, request: Request, prepare: Callable[[Request], None]) -> None:
+        """Submit a request that has entered, once `prepare` has set its `prompt_ids`: both on the calling thread.
+
+        Raises nothing: whatever fails ends the request, unless it has ended before.
+        """
+        if request.status is Status.FINISHED:
+            return
+        end: FinishReason | RequestError | None
+        try:
+            prepare(request)
+            end = self._admission.admit(request)
+        except RequestError as error:
+            end = error
+        except Exception as error:
+            log.exception("request %s could not be prepared", request.id)
+            end = _internal("the request could not be prepared", error, own_fault=True)
+        self._inbox.put(request if end is None else _Ended(request, end))
 
     def cancel(self, request_id: str) -> None:
         """End a request within one step with CANCELLED; nothing happens if it is unknown or has ended."""
@@ -146,6 +190,11 @@ class Engine:
         self._inbox.put(_Close())
         self._thread.join(timeout)
 
+    def _enter(self, request: Request) -> None:
+        if not self._door.live:
+            self.heartbeat = time.monotonic()  # idle until now: the thread has had nothing to finish
+        self._door.enter(request)
+
     # --- the engine thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -180,7 +229,7 @@ class Engine:
         """Handle all messages, waiting for the first one if idle; False once the engine is closed."""
         try:
             while True:
-                message = self._inbox.get(block=wait)
+                message = self._inbox.get(block=wait, timeout=PREPARING_SECONDS if self._door.live else None)
                 wait = False
                 match message:
                     case _Close():
@@ -190,6 +239,8 @@ class Engine:
                             self._end(request, "cancelled", RequestError("the request was cancelled", Code.CANCELLED))
                     case _Drain():
                         self._drain_deadline = min(self._drain_deadline, message.deadline)
+                    case _Ended() if message.request.status is not Status.FINISHED:
+                        self._end_prepared(message.request, message.end)
                     case Request() if message.status is not Status.FINISHED:  # ended before it was read
                         try:
                             self._scheduler.add(message)
@@ -199,6 +250,14 @@ class Engine:
                             self._blame(message, "the request could not be queued", error)
         except Empty:
             return True
+
+    def _end_prepared(self, request: Request, end: FinishReason | RequestError) -> None:
+        if isinstance(end, RequestError):
+            self._end(request, "invalid" if end.code is Code.INVALID_ARG else "failed", end)
+            return
+        self.metrics.count_finished(request, end, time.monotonic())
+        self._forget(request)
+        self._hand_out(request.emit, [delta(request, "", self._loaded.exact, finish_reason=end)])
 
     def _end_overdue(self, now: float) -> None:
         for request in list(self._door.live.values()):
@@ -372,7 +431,8 @@ class Engine:
 
     def _gauge(self) -> None:
         metrics = self.metrics
-        metrics.running, metrics.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        metrics.running = len(self._scheduler.running)
+        metrics.waiting = len(self._door.live) - metrics.running  # those in preparation among them
         metrics.kv_usage = 1.0 - self._pool.free / self._pool.blocks
 
 

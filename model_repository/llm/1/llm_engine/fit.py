@@ -18,9 +18,6 @@ def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int, emb
 
     Token ids of a prompt lie below `embedding_size`, those that an answer may hold below `vocab_size`.
     """
-    check_token_ids("input_ids", request.prompt_ids, embedding_size)
-    check_token_ids("resume_token_ids", request.resume_token_ids, vocab_size)
-    request.params.check_vocabulary(vocab_size)
     prompt, resumed = len(request.prompt_ids), len(request.resume_token_ids)
     if not prompt:
         raise RequestError("the prompt is empty; send at least one token")
@@ -34,6 +31,9 @@ def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int, emb
         raise RequestError(
             f"resume_token_ids holds {resumed} tokens; at most {request.max_total - prompt} fit behind the prompt"
         )
+    check_token_ids("input_ids", request.prompt_ids, embedding_size)
+    check_token_ids("resume_token_ids", request.resume_token_ids, vocab_size)
+    request.params.check_vocabulary(vocab_size)
     request.bad_words_ids = _bad_words(request.params.bad_words, tokenizer)
 
 

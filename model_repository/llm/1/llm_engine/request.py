@@ -150,9 +150,10 @@ def is_unicode(text: str) -> bool:
 
 def check_token_ids(field_name: str, ids: Sequence[int], size: int) -> None:
     """Refuse ids outside [0, size): RequestError naming the field and the first such id."""
-    for token in ids:
-        if not 0 <= token < size:
-            raise RequestError(f"{field_name} must hold token ids from 0 to {size - 1}, got {_shown(token)}")
+    if not ids or (min(ids) >= 0 and max(ids) < size):  # a loop over a long prompt takes milliseconds
+        return
+    wrong = next(token for token in ids if not 0 <= token < size)
+    raise RequestError(f"{field_name} must hold token ids from 0 to {size - 1}, got {_shown(wrong)}")
 
 
 @dataclass(frozen=True, slots=True)

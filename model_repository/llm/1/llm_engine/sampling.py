@@ -7,20 +7,20 @@ never waits for the device. The module does not know what a token means, nor whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .rules import RuleList, Rules, put, to_device
+
 if TYPE_CHECKING:
-    from .request import Request, SamplingParams
+    from .request import Request
 
 _GREEDY_BELOW = 1e-5  # temperatures under this are greedy: logits / temperature would leave float32
-_ALWAYS = 2**62
-_NOTHING = -0.0  # x + -0.0 is x bit by bit, also for x = -0.0
-_ANY, _NONE = -1, -2  # in a rule's prefix: any token; in the recent tokens: no token yet
 
 _UNITS = float(2**40)  # weights are summed as integers in 2^-40 of the largest: exact in any order, 2^18 fit 63 bits
 _WEIGHT_BITS = 30  # weights are floats in [0, 1], whose bit patterns are below 2^30
@@ -64,16 +64,6 @@ class _Wants:
     logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Add `value` to the logit of `token` while the answer is shorter than `until` and ends with `prefix`."""
-
-    token: int
-    value: float
-    prefix: tuple[int, ...] = ()
-    until: int = _ALWAYS
-
-
 # A seat's real numbers, without effect: temperature, top_p, min_p; repetition, presence and frequency penalty.
 _IDENTITY = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
@@ -102,7 +92,7 @@ class Sampler:
         self._seed = torch.zeros(seats, dtype=torch.int64, device=device)
         self._top_k = torch.zeros(seats, dtype=torch.int64, device=device)
         self._ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
-        self._rules = _Rules(seats, device)
+        self._rules = Rules(seats, device)
         self._seen_in_prompt: Tensor | None = None  # bool [seats, V]: the token is in the prompt
         self._counts: Tensor | None = None  # int32 [seats, V]: how often it is in the answer
 
@@ -116,7 +106,7 @@ class Sampler:
         have no logit are never drawn, and need no rule.
         """
         params = request.params
-        rules = [rule for rule in _rules(params, eos_token_ids, bad_words_ids) if rule.token < self._vocab_size]
+        rules = RuleList.of(params, eos_token_ids, bad_words_ids, self._vocab_size)
         draws = params.temperature >= _GREEDY_BELOW
         temperature = params.temperature if draws else 1.0
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -126,12 +116,12 @@ class Sampler:
             top_p=params.top_p < 1.0,
             min_p=params.min_p > 0.0,
             rules=bool(rules),
-            recent=any(rule.prefix for rule in rules),
+            recent=bool(rules.words),
             penalties=penalties != _IDENTITY[3:],
             logprobs=params.logprobs,
         )
         self._wants[seat] = wants
-        _put(self._real[seat], torch.tensor([temperature, params.top_p, params.min_p, *penalties], dtype=torch.float32))
+        put(self._real[seat], torch.tensor([temperature, params.top_p, params.min_p, *penalties], dtype=torch.float32))
         self._seed[seat] = _signed(request.seed)
         self._top_k[seat] = wants.top_k
         self._rules.admit(seat, rules, request.tokens)
@@ -146,29 +136,53 @@ class Sampler:
         answer. Greedy ties go to the lowest id.
         """
         wants = [self._wants[seat] for seat in seats]
-        penalised = any(w.penalties for w in wants)
-        ruled = any(w.rules for w in wants)
-        scores = logits.to(torch.float32, copy=True) if ruled or penalised else logits
-        if ruled:
-            self._rules.apply(scores, seat_index, positions)
-        if penalised:
-            scores = self._penalise(scores, seat_index)
-        peak, tokens = self._row_max(scores)
-        for narrow in (False, True):
-            rows = [r for r, w in enumerate(wants) if w.draws and bool(w.top_k) == narrow]
+        peak, tokens = self._row_max(logits)
+        shaped = [row for row, w in enumerate(wants) if w.rules or w.penalties]
+        if shaped:  # only these rows pay for it
+            at = self._rows(shaped)
+            scores = self._shape(logits[at].float(), [seats[r] for r in shaped], seat_index[at], positions[at])
+            best, places = self._row_max(scores)
+            peak, tokens = peak.float().index_copy(0, at, best), tokens.index_copy(0, at, places)
+        place = {row: i for i, row in enumerate(shaped)}
+        for narrow, own in itertools.product((False, True), repeat=2):
+            rows = [r for r, w in enumerate(wants) if w.draws and bool(w.top_k) == narrow and (r in place) == own]
             if len(rows) == len(seats):
-                tokens = self._draw(scores, peak, seat_index, positions, wants)
+                tokens = self._draw(scores if own else logits, peak, seat_index, positions, wants)
             elif rows:
-                at = _to_device(torch.tensor(rows), self._device)
-                drawn = self._draw(scores[at], peak[at], seat_index[at], positions[at], [wants[r] for r in rows])
+                at = self._rows(rows)
+                source = scores[self._rows([place[r] for r in rows])] if own else logits[at]
+                drawn = self._draw(source, peak[at], seat_index[at], positions[at], [wants[r] for r in rows])
                 tokens = tokens.index_copy(0, at, drawn)
         asked = [w.logprobs for w in wants if w.logprobs is not None]
         sampled = Sampled(tokens, ~peak.isfinite(), _logprobs(logits, tokens, max(asked)) if asked else None)
-        if penalised:  # state changes last, so that rows may be drawn again if anything fails before
-            self._add_drawn(seat_index, tokens)
-        if any(w.recent for w in wants):
-            self._rules.append(seat_index, tokens)
+        self._note(wants, seat_index, tokens)  # last, so that rows may be drawn again if anything fails before
         return sampled
+
+    def _shape(self, scores: Tensor, seats: list[int], seat_index: Tensor, positions: Tensor) -> Tensor:
+        """Apply rules and penalties to `scores` [n, V], rows that have some: float32 [n, V]."""
+        wants = [self._wants[seat] for seat in seats]
+        ruled = [row for row, w in enumerate(wants) if w.rules]
+        if ruled:
+            self._rules.apply(scores, ruled, [seats[row] for row in ruled], seat_index, positions)
+        penalised = [row for row, w in enumerate(wants) if w.penalties]
+        if len(penalised) == len(seats):
+            return self._penalise(scores, seat_index)
+        if penalised:
+            at = self._rows(penalised)
+            scores.index_copy_(0, at, self._penalise(scores[at], seat_index[at]))
+        return scores
+
+    def _note(self, wants: Sequence[_Wants], seat_index: Tensor, tokens: Tensor) -> None:
+        """Note the drawn tokens for the rows that look back at them."""
+        if penalised := [row for row, w in enumerate(wants) if w.penalties]:
+            at = self._rows(penalised)
+            self._add_drawn(seat_index[at], tokens[at])
+        if recent := [row for row, w in enumerate(wants) if w.recent]:
+            at = self._rows(recent)
+            self._rules.append(seat_index[at], tokens[at])
+
+    def _rows(self, rows: list[int]) -> Tensor:
+        return to_device(torch.tensor(rows, dtype=torch.int64), self._device)
 
     def _draw(
         self, scores: Tensor, peak: Tensor, seat_index: Tensor, positions: Tensor, wants: Sequence[_Wants]
@@ -215,86 +229,13 @@ class Sampler:
     def _count(self, seat: int, tokens: Sequence[int], prompt_len: int) -> None:
         seen_in_prompt, counts = self._occurrences()
         ids = torch.tensor(tokens, dtype=torch.int64)
-        prompt, answer = ids[:prompt_len], _to_device(ids[prompt_len:], self._device)
-        seen_in_prompt[seat].zero_().index_fill_(0, _to_device(prompt[prompt < self._vocab_size], self._device), 1)
+        prompt, answer = ids[:prompt_len], to_device(ids[prompt_len:], self._device)
+        seen_in_prompt[seat].zero_().index_fill_(0, to_device(prompt[prompt < self._vocab_size], self._device), 1)
         counts[seat].zero_().scatter_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
     def _add_drawn(self, seat_index: Tensor, tokens: Tensor) -> None:
         flat = self._occurrences()[1].view(-1)
         flat.scatter_add_(0, seat_index * self._vocab_size + tokens, torch.ones_like(tokens, dtype=torch.int32))
-
-
-class _Rules:
-    """The rules of every seat, padded to the most rules and the longest prefix that any seat needed so far.
-
-    token [seats, N], value [seats, N], until [seats, N], prefix [seats, N, L] and the last L tokens, recent [seats, L];
-    prefixes and recent tokens are aligned at their ends.
-    """
-
-    def __init__(self, seats: int, device: torch.device) -> None:
-        self._device = device
-        self._token, self._value, self._until, self._prefix, self._recent = self._tables(seats, 0, 0)
-
-    def _tables(self, seats: int, count: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        token = torch.zeros(seats, count, dtype=torch.int64, device=self._device)
-        value = torch.full((seats, count), _NOTHING, device=self._device)
-        prefix = torch.full((seats, count, length), _ANY, dtype=torch.int64, device=self._device)
-        recent = torch.full((seats, length), _NONE, dtype=torch.int64, device=self._device)
-        return token, value, torch.zeros_like(token), prefix, recent
-
-    def _grow(self, count: int, length: int) -> None:
-        """Make room for `count` rules with prefixes of `length` tokens, keeping what is there; all of it or nothing."""
-        seats, old_count, old_length = self._prefix.shape
-        if count <= old_count and length <= old_length:
-            return
-        grown = self._tables(seats, max(count, old_count), max(length, old_length))
-        token, value, until, prefix, recent = grown
-        start = prefix.shape[2] - old_length
-        token[:, :old_count], value[:, :old_count], until[:, :old_count] = self._token, self._value, self._until
-        prefix[:, :old_count, start:], recent[:, start:] = self._prefix, self._recent
-        self._token, self._value, self._until, self._prefix, self._recent = grown
-
-    def admit(self, seat: int, rules: Sequence[_Rule], tokens: Sequence[int]) -> None:
-        """Replace the rules of `seat` and its recent tokens."""
-        self._grow(len(rules), max((len(rule.prefix) for rule in rules), default=0))
-        _, count, length = self._prefix.shape
-        if not count:
-            return
-        rows = [*rules, *[_Rule(token=0, value=_NOTHING, until=0)] * (count - len(rules))]
-        prefixes = [[_ANY] * (length - len(rule.prefix)) + list(rule.prefix) for rule in rows]
-        recent = ([_NONE] * length + list(tokens[-length:]))[-length:] if length else []
-        _put(self._token[seat], torch.tensor([rule.token for rule in rows]))
-        _put(self._value[seat], torch.tensor([rule.value for rule in rows]))
-        _put(self._until[seat], torch.tensor([rule.until for rule in rows]))
-        _put(self._prefix[seat], torch.tensor(prefixes, dtype=torch.int64))
-        _put(self._recent[seat], torch.tensor(recent, dtype=torch.int64))
-
-    def apply(self, scores: Tensor, seat_index: Tensor, positions: Tensor) -> None:
-        """Add what holds to `scores` [R, V], in place."""
-        prefix = self._prefix[seat_index]
-        matches = ((prefix == self._recent[seat_index, None]) | (prefix == _ANY)).all(dim=-1)
-        holds = matches & (positions[:, None] < self._until[seat_index])
-        scores.scatter_add_(1, self._token[seat_index], torch.where(holds, self._value[seat_index], _NOTHING))
-
-    def append(self, seat_index: Tensor, tokens: Tensor) -> None:
-        """Note the tokens drawn."""
-        self._recent[seat_index] = torch.cat([self._recent[seat_index, 1:], tokens[:, None]], dim=1)
-
-
-def _rules(
-    params: SamplingParams, eos_token_ids: Sequence[int], bad_words_ids: Sequence[tuple[int, ...]]
-) -> Iterator[_Rule]:
-    biases: dict[int, float] = {}
-    for token, bias in params.logit_bias:
-        biases[token] = biases.get(token, 0.0) + bias
-    for token, bias in biases.items():
-        yield _Rule(token, bias)
-    for word in bad_words_ids:
-        yield _Rule(word[-1], -torch.inf, prefix=word[:-1])
-    if params.min_tokens:
-        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-        for token in sorted(set(ends)):
-            yield _Rule(token, -torch.inf, until=params.min_tokens)
 
 
 def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -389,12 +330,3 @@ def _logprobs(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
     rank = (raw > raw.gather(1, chosen)).sum(dim=1) + 1
     _, ids = _largest(raw, min(k, raw.shape[1]))
     return Logprobs(logprobs.gather(1, chosen).squeeze(1), rank, ids, logprobs.gather(1, ids))
-
-
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    # From pinned memory the copy does not wait for the device.
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
-def _put(target: Tensor, values: Tensor) -> None:
-    target.copy_(_to_device(values, target.device))

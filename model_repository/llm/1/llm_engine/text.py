@@ -1,7 +1,7 @@
 """From token ids to text that may be sent: an incremental detokenizer and stop strings, one object per request.
 
 The deltas joined equal decode(prompt + answer) beyond what it shares with decode(prompt), special tokens skipped if
-asked, up to the first stop match; a token costs two or three short decodes, whatever the answer's length. It does not
+asked, up to the first stop match; a token costs one short decode or a few, whatever the answer's length. It does not
 know why an answer ends: the engine names the terminating token, reads `stopped`, and flushes on stop and length alone.
 """
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 if TYPE_CHECKING:
     from .request import SamplingParams
@@ -26,6 +29,22 @@ class Decoder(Protocol):
         """Return the text of `token_ids` as one sequence."""
 
 
+def backend(tokenizer: Any) -> Tokenizer | None:
+    """The `tokenizers` object behind a Hugging Face tokenizer, if its `decode` is that object's and no more.
+
+    None where there is none, or where the two differ over the vocabulary, as they do for classes that replace spaces.
+    """
+    found = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(found, Tokenizer):
+        return None
+    ids = list(range(found.get_vocab_size()))
+    for skip in (True, False):
+        text = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        if text != found.decode(ids, skip_special_tokens=skip):
+            return None
+    return found
+
+
 class Detokenizer:
     """Turns tokens into text one by one; a character appears when it is complete.
 
@@ -36,17 +55,62 @@ class Detokenizer:
 
         window:   [ context: already in text | pending: not yet ]
                                              ^ read
+
+    While nothing is pending, the decoder of `backend` takes the tokens, several times faster. It has no flush, would
+    hold back whole characters that a token ends before it begins another, and decodes more and more where bytes are
+    wrong for good or tokens have no text; so a token for which it has no answer is taken from it, and so is the window.
     """
 
-    def __init__(self, tokenizer: Decoder, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        backend: Tokenizer | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self._window, self._text = self._prompt_end(prompt_ids)
         self._sent = self._text  # the beginning of the window's text that must not be emitted (again)
         self._read = len(self._window)
+        self._stream = None if self._text.endswith(_BROKEN) else self._new_stream()
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; "" while a character is unfinished."""
+        if self._stream is not None and self._backend is not None:
+            try:
+                fresh = self._stream.step(self._backend, token_id)
+            except Exception:  # no class of its own: this token has changed text that was sent  # noqa: BLE001
+                fresh = None
+            if fresh is not None:
+                self._window = [token_id]
+                self._read = 0  # `_text` and `_sent` are made when they are needed
+                return fresh
+            self._leave_stream()
+        fresh = self._push(token_id)
+        if self._read == len(self._window) and not self._text.endswith(_BROKEN):
+            self._stream = self._new_stream()
+        return fresh
+
+    def flush(self) -> str:
+        """Return what an unfinished character decodes to, for no token will finish it."""
+        if self._stream is not None:
+            return ""
+        return self._settle() if len(self._window) > self._read else ""
+
+    def _new_stream(self) -> DecodeStream | None:
+        return DecodeStream(self._window, self._skip_special_tokens) if self._backend is not None else None
+
+    def _leave_stream(self) -> None:
+        """Go on with the window that the stream had: the last token that had text, or the prompt's end."""
+        self._stream = None
+        if self._read == 0:
+            self._text = self._sent = self._decode(self._window)
+            self._read = len(self._window)
+
+    def _push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._text and not self._decode([token_id, token_id]):
@@ -67,10 +131,6 @@ class Detokenizer:
         self._sent = self._text[:-1]
         self._read = 0
         return fresh
-
-    def flush(self) -> str:
-        """Return what an unfinished character decodes to, for no token will finish it."""
-        return self._settle() if len(self._window) > self._read else ""
 
     def _settle(self) -> str:
         fresh = self._fresh(self._text)
@@ -98,6 +158,8 @@ class Detokenizer:
             count *= 2
 
     def _decode(self, ids: list[int]) -> str:
+        if self._backend is not None:
+            return self._backend.decode(ids, skip_special_tokens=self._skip_special_tokens)
         return self._tokenizer.decode(
             ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -118,9 +180,13 @@ class TextStream:
         tokenizer: Decoder,
         prompt_ids: Sequence[int],
         params: SamplingParams,
+        *,
+        backend: Tokenizer | None = None,
         hidden_stops: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens, backend=backend
+        )
         self._stops = params.stop
         self._hidden_stops = hidden_stops
         self._initials = frozenset(stop[0] for stop in params.stop)
