@@ -1,7 +1,7 @@
 """What holds for every test here: one that hangs fails alone, and a Ctrl-C that a test sends to a child arrives.
 
-The limit is pytest-timeout's (pyproject.toml, `--timeout`, the marker). Its own ways to enforce it end the whole run, or
-are taken by Hypothesis for a failing example, which it would try again.
+The limit is pytest-timeout's (pyproject.toml, `--timeout`, the marker). Of its own ways to enforce it one ends the
+whole run, and Hypothesis takes the other for a failing example, which it then tries again and again.
 """
 
 from __future__ import annotations

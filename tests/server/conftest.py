@@ -1,4 +1,6 @@
-"""One real server with the real model for all tests here; those that must break or crowd one start their own.
+"""One real server for all tests here, with the tiny model; those that must break or crowd one start their own.
+
+The default model is served to tests that are about it: WITH_THE_DEFAULT_MODEL.
 
 What a request computed shows in the prefix cache: the same prompt, asked again, says how many tokens it found there.
 How it ended shows in the server's log, even where its client has left.
@@ -7,24 +9,24 @@ How it ended shows in the server's log, even where its client has left.
 from __future__ import annotations
 
 import json
-import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from server import tiny
 from server.raw import Call, Wire, infer
+from server.tiny import parameters
 from tokenstream import Client, ServerInfo
 from tokenstream.runfolder import RUN_ID
 from tokenstream.server import ServerFailed, TritonServer, find_repository
 from waiting import eventually
 
 SEATS, QUEUE = 2, 2  # of a small server
-LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0.0}
+LONG: dict[str, Any] = {"max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}  # 80 s at least
 REFUSED_WITHIN = 0.15  # seconds: three times what is promised, for a machine that does other things too
 
 
@@ -48,20 +50,8 @@ def running(repository: Path, model_names: Sequence[str] | None = None) -> Itera
 
 
 def copied(folder: Path, changes: Mapping[str, str]) -> Path:
-    """The model repository copied to `folder`, each `pattern` of `changes` replaced in config.pbtxt exactly once."""
-    shutil.copytree(find_repository(), folder, ignore=shutil.ignore_patterns("__pycache__"))
-    config = folder / "llm" / "config.pbtxt"
-    content = config.read_text()
-    for pattern, replacement in changes.items():
-        content, count = re.subn(pattern, replacement, content)
-        assert count == 1, f"{pattern!r} occurs {count} times in config.pbtxt"
-    config.write_text(content)
-    return folder
-
-
-def parameters(**values: object) -> dict[str, str]:
-    """Changes for `copied` that set parameters."""
-    return {rf'(key: "{name}" value \{{ string_value: )"[^"]*"': rf'\1"{value}"' for name, value in values.items()}
+    """The tiny model's repository copied to `folder`, with `changes` of config.pbtxt; see `tiny.copied`."""
+    return tiny.copied(tiny.repository(), folder, changes)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -88,6 +78,10 @@ class Small:
     server: TritonServer
     wire: Wire
     client: Client
+
+    def paced(self, seconds: float) -> AbstractContextManager[None]:
+        """Have each step take so long inside the `with`."""
+        return tiny.paced(self.server.log_path.parent, seconds)
 
     def occupancy(self) -> tuple[int, int]:
         """Requests that have a seat, and those that wait for one, as the model tells."""
@@ -170,9 +164,15 @@ def eos_token_ids(info: ServerInfo) -> list[int]:
     return cast(list[int], info.details["eos_token_ids"])
 
 
+WITH_THE_DEFAULT_MODEL = pytest.mark.parametrize(
+    "server", [pytest.param(find_repository, id="default-model")], indirect=True
+)
+
+
 @pytest.fixture(scope="session")
-def server() -> Iterator[TritonServer]:
-    with running(find_repository()) as server:
+def server(request: pytest.FixtureRequest) -> Iterator[TritonServer]:
+    find: Callable[[], Path] = getattr(request, "param", tiny.repository)
+    with running(find()) as server:
         yield server
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from server.conftest import eos_token_ids
+from server.conftest import WITH_THE_DEFAULT_MODEL, eos_token_ids
 from server.raw import Response, Wire, infer, text, tokens
 from tokenstream import Client, Completion, ServerInfo
 from tokenstream.server import TritonServer
 
+pytestmark = WITH_THE_DEFAULT_MODEL
 PROMPT = "Once upon a time there was"
 KINDS = (
     {"temperature": 0.0},

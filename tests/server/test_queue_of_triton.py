@@ -22,9 +22,9 @@ from server.conftest import (
     prompt,
     small_server,
 )
-from server.raw import WAIT, Web, infer, tokens
+from server.raw import Web, infer, tokens
 from tokenstream import Overloaded
-from waiting import eventually
+from waiting import WAIT, eventually
 
 POLICY = (
     f"preferred_batch_size: [ 1 ] priority_levels: 3 default_priority_level: 2 default_queue_policy {{ "
@@ -88,7 +88,7 @@ def test_a_request_cancelled_in_the_queue_is_never_computed(small: Small) -> Non
 def test_cancelled_requests_leave_the_queue_when_a_seat_is_free(small: Small) -> None:
     with small.holder() as leaving:
         with small.holder():
-            queued = [small.send("Queued", max_tokens=4000) for _ in range(QUEUE)]
+            queued = [small.send("Queued", max_tokens=8000) for _ in range(QUEUE)]
             settled(small, QUEUE)
             for call in queued:
                 call.cancel()

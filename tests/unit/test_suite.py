@@ -1,4 +1,4 @@
-"""The suite's own promises: a test that hangs fails alone, and one that sends Ctrl-C is heard wherever the suite runs."""
+"""What the suite promises: a test that hangs fails alone, and Ctrl-C reaches a child wherever the suite runs."""
 
 from __future__ import annotations
 
