@@ -19,9 +19,9 @@ from engine import driver
 from llm_engine.config import ConfigError
 from llm_kernels import build as native_build
 from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
+from waiting import WAIT
 
 VERSION = Path(native_build.FOLDER).parent  # the folder that holds llm_engine
-WAIT = 60.0
 COMPILE = 'while [ "$1" != "-o" ]; do shift; done; echo "made by $$" > "$2"; echo made >> "$LOG"'
 
 
