@@ -168,13 +168,14 @@ def test_fifty_threads_on_one_client_have_the_answers_that_one_thread_has() -> N
     assert shared == alone
 
 
-@pytest.mark.parametrize(("client", "rounds"), [("shared", 5_000), ("one each", 5_000 if DEEP else 500)])
+@pytest.mark.parametrize(("client", "rounds"), [("shared", 5_000), ("one each", 5_000 if DEEP else 1_000)])
 def test_streams_opened_and_left_by_the_thousand_leave_neither_threads_nor_memory(serve, client, rounds) -> None:
     server, _ = serve(answer("a", "b", "c", "d"))
     looks = child(COUNTED, server.url, str(rounds), client)
     threads, memory = zip(*looks, strict=True)
     assert len(server.requests) == 200 + rounds
-    assert threads[-1] <= threads[len(threads) // 2], threads  # early on gRPC adds to its own
+    # gRPC adds one to its own, or ends one, whenever it finds itself too busy; a leak adds with the rounds.
+    assert threads[-1] - threads[0] < rounds / 100, threads
     # From the lowest of the first looks to the lowest of the last: what was taken for a moment is no leak.
     grown = min(memory[-3:]) - min(memory[:3])
     assert grown / (rounds * 0.8) < BYTES_PER_ROUND, memory
