@@ -27,7 +27,6 @@ from waiting import eventually
 
 SEATS, QUEUE = 2, 2  # of a small server
 LONG: dict[str, Any] = {"max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}  # 80 s at least
-REFUSED_WITHIN = 0.15  # seconds: three times what is promised, for a machine that does other things too
 
 
 @contextmanager
@@ -79,6 +78,10 @@ class Small:
     wire: Wire
     client: Client
 
+    def held(self) -> AbstractContextManager[None]:
+        """Have the model compute nothing inside the `with`: what happens there waits for no step."""
+        return self.paced(3600.0)
+
     def paced(self, seconds: float) -> AbstractContextManager[None]:
         """Have each step take so long inside the `with`."""
         return tiny.paced(self.server.log_path.parent, seconds)
@@ -114,23 +117,20 @@ class Small:
         return int(json.loads(self.wire.ask(input_ids=prompt, max_tokens=1)[-1]["timings"])["cached_tokens"])
 
 
-def assert_refused_at_once(calls: Sequence[Call]) -> None:
-    """A full queue's refusal is all there is. Of several the fastest counts: any may meet a machine that is busy."""
-    delays = []
+def assert_refused(calls: Sequence[Call]) -> None:
+    """A full queue's refusal is all there is."""
     for call in calls:
         (response,) = call.rest()
         assert "Exceeds maximum queue size" in response.error
-        delays.append(response.at - call.sent_at)
-    assert min(delays) < REFUSED_WITHIN
 
 
-def assert_expires_in_the_queue(small: Small, unwanted: list[int], within: float) -> None:
-    """A request that may wait for a second is refused then, `within` seconds at the latest, and never computed."""
+def assert_expires_in_the_queue(small: Small, unwanted: list[int]) -> None:
+    """A request that may wait for a second is refused then, although no seat was freed, and never computed."""
     with small.holder() as one, small.holder() as two:
         call = small.wire.call(infer(input_ids=unwanted, max_tokens=1, parameters={"timeout": 1_000_000}))
         (response,) = call.rest()
         assert "Request timeout expired" in response.error
-        assert 0.99 < response.at - call.sent_at < within
+        assert response.at - call.sent_at > 0.99
         assert one.next()
         assert two.next()
     assert small.cached(unwanted) == 0
