@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-WAIT = 60.0  # seconds; nothing comes near it unless it hangs
+WAIT = 300.0  # seconds; nothing comes near it unless it hangs, on the slowest machine
 
 
 def eventually(

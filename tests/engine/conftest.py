@@ -11,8 +11,6 @@ import torch
 import transformers
 from hypothesis import HealthCheck, settings
 
-from engine import driver
-
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call,unused-ignore]
 
@@ -20,9 +18,6 @@ _SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True, suppress_health_check=_SLOW)
 settings.register_profile("deep", max_examples=400, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
-
-# What computes in bf16 alone has nothing to be tested on a machine that cannot.
-collect_ignore = [] if "bfloat16" in driver.native_dtypes() else ["test_native_llama.py"]
 
 
 @pytest.fixture(autouse=True, scope="module")

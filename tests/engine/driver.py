@@ -13,7 +13,9 @@ from functools import cache
 from itertools import count
 from typing import Any
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from engine import tiny_models
@@ -25,8 +27,8 @@ from llm_engine.request import Delta, Request, SamplingParams
 from llm_engine.scheduler import Plan
 from llm_kernels import native
 from llm_kernels.build import NativeUnavailableError
+from waiting import WAIT
 
-WAIT = 60.0  # seconds; no test comes near it unless it fails
 _NUMBERS = count()
 
 
@@ -156,22 +158,33 @@ def serving(loaded: LoadedModel, *, asynchronous: bool = False, begin: bool = Tr
 
 
 @cache
-def native_dtypes() -> tuple[str, ...]:
-    """The dtypes for which the native kernels run on this machine; they are compiled here if need be."""
-    found = []
-    for dtype in ("bfloat16", "float32"):
-        try:
-            native.load(cache_folder(), dtype)
-        except NativeUnavailableError as error:
-            print(f"the native kernels are not tested in {dtype}: {error}")
-        else:
-            found.append(dtype)
-    return tuple(found)
+def native_lack(dtype: str) -> str:
+    """Why the native kernels do not run in `dtype` on this machine, "" if they do; compiled here if need be."""
+    try:
+        native.load(cache_folder(), dtype)
+    except NativeUnavailableError as error:
+        return f"the native kernels do not run in {dtype}: {error}"
+    return ""
 
 
-def modes(*dtypes: str) -> list[tuple[str, str]]:
-    """Every (dtype, kernels) that runs on this machine."""
-    return [(d, k) for d in dtypes for k in ("native", "torch") if k == "torch" or d in native_dtypes()]
+def needs_native(dtype: str) -> pytest.MarkDecorator:
+    """Skip with the reason where the native kernels do not run in `dtype`."""
+    return pytest.mark.skipif(bool(native_lack(dtype)), reason=native_lack(dtype))
+
+
+def native_dtypes() -> list[ParameterSet]:
+    """Each dtype that the native kernels know, skipped where they do not run."""
+    return [pytest.param(dtype, marks=needs_native(dtype)) for dtype in ("bfloat16", "float32")]
+
+
+def kernels(dtype: str) -> list[ParameterSet]:
+    """Each kind of kernels, skipped where it does not run in `dtype`."""
+    return [pytest.param("native", marks=needs_native(dtype)), pytest.param("torch")]
+
+
+def modes(*dtypes: str) -> list[ParameterSet]:
+    """Each (dtype, kernels), skipped where it does not run."""
+    return [pytest.param(dtype, *kind.values, marks=kind.marks) for dtype in dtypes for kind in kernels(dtype)]
 
 
 def config(dtype: str = "float32", **values: Any) -> EngineConfig:

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import driver, scripted, tiny_models
-from engine.driver import WAIT, CheckedEngine, serving
+from engine.driver import CheckedEngine, serving
 from llm_engine import engine as engine_module
 from llm_engine.request import Code, Delta, Request, RequestError, SamplingParams
+from waiting import WAIT
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 SHORT = replace(LONG, max_tokens=6)

@@ -10,8 +10,9 @@ from random import Random
 import pytest
 
 from engine import scripted, tiny_models
-from engine.driver import WAIT, Answer, CheckedEngine, serving
+from engine.driver import Answer, CheckedEngine, serving
 from llm_engine.request import Code, Delta, Request, SamplingParams
+from waiting import WAIT
 
 REQUESTS = 5_000  # in each of the two loops
 ENDLESS = 1_000

@@ -292,6 +292,7 @@ WRONG: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+@driver.needs_native("float32")
 @pytest.mark.parametrize(("named", "changed"), WRONG)
 def test_an_input_out_of_range_is_refused_by_name(named: str, changed: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=named):
@@ -318,6 +319,7 @@ def test_paged_attention_is_a_sound_operator(dtype: str) -> None:
     torch.library.opcheck(OPS.paged_attention.default, tuple(arguments(dtype, sinks=torch.zeros(4)).values()))
 
 
+@driver.needs_native("float32")
 def test_huge_pages_are_advice() -> None:
     memory = torch.arange(3 << 20)
     torch.library.opcheck(OPS.advise_huge_pages.default, (memory,))

@@ -20,9 +20,9 @@ from llm_engine.config import ConfigError, cache_folder
 from llm_kernels import build as native_build
 from llm_kernels import native
 from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
+from waiting import WAIT
 
 VERSION = Path(native_build.FOLDER).parent  # the folder that holds llm_engine
-WAIT = 60.0
 COMPILE = 'while [ "$1" != "-o" ]; do shift; done; echo "made by $$" > "$2"; echo made >> "$LOG"'
 
 
@@ -296,3 +296,20 @@ def test_preparing_a_model_builds_the_kernels_once_and_does_without_a_compiler(t
     assert prepare(model, tmp_path / "cache", cxx) == ([ready], False)
     assert is_built(tmp_path / "cache", toolchain(tmp_path))
     assert prepare(model, tmp_path / "other", str(compiler(tmp_path, "exit 1"))) == ([building, ready], False)
+
+
+def test_without_a_compiler_what_tests_the_kernels_is_skipped_and_says_why(tmp_path: Path) -> None:
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(folder / "test_native.py"), str(folder / "test_native_llama.py")],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        cwd=folder.parents[1],
+        env={**os.environ, "CXX": "/nonexistent", "TOKENSTREAM_CACHE": str(tmp_path)},
+    )
+    assert re.search(r"^=+ \d+ skipped in ", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    for dtype in ("bfloat16", "float32"):
+        assert f"the native kernels do not run in {dtype}: " in done.stdout
+    assert "install g++" in done.stdout
+    assert done.returncode == 0

@@ -18,6 +18,7 @@ from llm_engine.scheduler import Chunk, Plan
 from llm_kernels import native
 from llm_kernels.native import PagedLayout
 
+pytestmark = driver.needs_native("bfloat16")
 OPS = torch.ops.tokenstream
 HALF_ULP = 2**-8  # of a bf16 number, relative
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")  # qwen2 has a bias, qwen3 norms its queries and keys

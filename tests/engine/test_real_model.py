@@ -27,7 +27,7 @@ STORY = "Once upon a time, in a village between two rivers, there lived a clockm
 PARAMS = SamplingParams(max_tokens=14, seed=11, temperature=0.8, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=[kernels for _, kernels in driver.modes("bfloat16")])
+@pytest.fixture(scope="module", params=driver.kernels("bfloat16"))
 def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """The model with each kernels."""
     threads = torch.get_num_threads()

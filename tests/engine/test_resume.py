@@ -27,7 +27,7 @@ PARAMS = {
 }
 
 
-@pytest.fixture(scope="module", params=[kernels for _, kernels in driver.modes("bfloat16")])
+@pytest.fixture(scope="module", params=driver.kernels("bfloat16"))
 def engine(request: pytest.FixtureRequest) -> Iterator[CheckedEngine]:
     """One engine for the file and kernels; in bf16, where a cut must not change a bit."""
     with serving(driver.load("qwen3", "bfloat16", kernels=request.param)) as running:

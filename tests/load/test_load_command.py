@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from http_servers import HttpServer
-from server.serving import COMMAND, ENVIRONMENT, WAIT
+from server.serving import COMMAND, ENVIRONMENT
 from tokenstream.server import TritonServer
 from tokenstream_loadtest.results import Run, read_run
+from waiting import WAIT
 
 SCENARIO = """
 title = "A little load"

@@ -28,7 +28,7 @@ from unit.locust_runs import (
     workers,
 )
 from unit.scripted_triton import ScriptedCall, answer, failure, token
-from waiting import eventually
+from waiting import WAIT, eventually
 
 
 def told(folder: Path) -> Group:
@@ -43,7 +43,7 @@ def test_two_hundred_streams_at_once_are_all_answered_and_counted_without_grpc_i
 
     def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
         here.release()
-        assert all_here.wait(60)
+        assert all_here.wait(WAIT)
         yield from plain(request, call)
 
     def count() -> None:
@@ -151,7 +151,7 @@ def test_a_driver_that_is_killed_is_told_of_once_and_replaced(triton, tmp_path):
         before = len(asked(server))
         eventually(lambda: len(asked(server)) >= before + 8)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 1
+        assert process.wait(WAIT) == 1
     assert output(tmp_path).count("the driver process ended (exit code -9)") >= 1
     assert sum("another one is started" in line for line in output(tmp_path).splitlines()) == 1
     (measurement,) = result(tmp_path).measurements
@@ -168,7 +168,7 @@ def test_a_worker_that_is_killed_takes_its_last_requests_along_and_that_is_a_fla
         before = len(asked(server))
         eventually(lambda: len(asked(server)) >= before + 12)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 1
+        assert process.wait(WAIT) == 1
     (measurement,) = result(tmp_path).measurements
     assert any("did not tell how it ended" in flaw for flaw in measurement.flaws)
     assert set(measurement.all.outcomes) == {"ok"}
@@ -181,8 +181,8 @@ def test_a_driver_ends_with_its_locust_even_if_that_is_killed(triton, tmp_path):
         driver = driver_of(process)
         process.kill()
         process.wait()
-        eventually(lambda: not is_driver(driver), 10)
-    assert all(call.over.wait(10) for call in server.calls)
+        eventually(lambda: not is_driver(driver))
+    assert all(call.over.wait(WAIT) for call in server.calls)
     assert sum(call.cancelled for call in server.calls) >= 3
 
 
@@ -191,7 +191,7 @@ def test_ctrl_c_waits_for_what_is_under_way_and_writes_everything(triton, tmp_pa
     with locust(tmp_path, server.url, "-u", "4", "-r", "4", "--slo", "errors=0%", "--ignore-flaws") as process:
         eventually(lambda: len(asked(server)) >= 6)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, output(tmp_path)
+        assert process.wait(WAIT) == 0, output(tmp_path)
     assert told(tmp_path).outcomes == {"ok": len(asked(server))}
     assert "met     errors at " in output(tmp_path)
     assert f"json    {tmp_path / 'run.json'}" in output(tmp_path)
@@ -220,7 +220,7 @@ def test_ctrl_c_ends_no_greenlet_that_reads_answers(triton, tmp_path):
 def test_what_is_not_done_in_time_is_cut_counted_and_a_flaw(triton, tmp_path):
     def script(request: Any, call: ScriptedCall) -> Iterator[Any]:
         yield token(0, "one", 100)
-        call.over.wait(60)
+        call.over.wait(WAIT)
 
     server = triton(script)
     load = ("-u", "2", "-r", "2", "--drain", "1")
@@ -228,7 +228,7 @@ def test_what_is_not_done_in_time_is_cut_counted_and_a_flaw(triton, tmp_path):
     (measurement,) = result(tmp_path).measurements
     assert measurement.all.outcomes == {"timeout": 2}
     assert "2 requests were not done 1 s behind the end, and were cut" in measurement.flaws
-    assert all(call.over.wait(10) for call in server.calls)
+    assert all(call.over.wait(WAIT) for call in server.calls)
 
 
 def test_openais_interface_is_asked_as_well(tmp_path):
@@ -245,7 +245,7 @@ def test_a_server_that_goes_away_makes_no_busy_loop(triton, tmp_path):
     with locust(tmp_path, server.url, "-u", "2", "-r", "2", "-t", "6s") as process:
         eventually(lambda: len(asked(server)) >= 4)
         server.close()
-        assert process.wait(60) == 1
+        assert process.wait(WAIT) == 1
     outcomes = told(tmp_path).outcomes
     assert 0 < outcomes["connection"] <= 2 * 6 * 10 + 2  # each waits for a tenth of a second
 
@@ -256,7 +256,7 @@ def test_a_report_that_cannot_be_written_in_the_end_fails_the_run_which_the_term
         eventually(lambda: asked(server))
         folder.write_text("somebody's file")
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 1
+        assert process.wait(WAIT) == 1
     assert f"the report cannot be written: {folder}: " in output(tmp_path)
     assert "generator: " in output(tmp_path)
     assert "Traceback" not in output(tmp_path)

@@ -23,7 +23,8 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-WAIT = 60.0  # seconds; no call comes near it unless something hangs
+from waiting import WAIT
+
 FORMATS = {"INT32": "i", "UINT64": "Q", "FP32": "f", "BOOL": "?"}
 
 

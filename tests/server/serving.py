@@ -21,9 +21,8 @@ from typing import IO, Any, Self
 
 import tokenstream
 from tokenstream.heartbeat import Heartbeat, read_heartbeats
-from waiting import eventually
+from waiting import WAIT, eventually
 
-WAIT = 60.0
 COMMAND = [sys.executable, "-c", "from tokenstream.cli import main; main()"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tokenstream.__file__).parent.parent)}
 

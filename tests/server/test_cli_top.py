@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 from typer.testing import CliRunner, Result
 
-from server.raw import WAIT
+from server.conftest import LONG
 from tokenstream import Client
 from tokenstream.commands import app
 from tokenstream.server import TritonServer
+from waiting import WAIT
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def load(client: Client) -> Iterator[None]:
 
     def read(number: int) -> None:
         prompt = [1000 + number] * 40
-        with client.stream(input_ids=prompt, max_tokens=4000, ignore_eos=True, temperature=0.0) as stream:
+        with client.stream(input_ids=prompt, **LONG) as stream:
             next(stream)
             begun.wait(WAIT)
             for _ in stream:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from server import tiny
 from server.conftest import LONG
 from tokenstream import TLS, AsyncClient, Client, ConnectionFailed, FirstTokenTimeout, ServerInfo, Timeout
-from tokenstream.server import TritonServer, find_repository
+from tokenstream.server import TritonServer
 from unit.certificates import Authority
-from waiting import eventually
+from waiting import WAIT, eventually
 
 CROWD, SEATS = 50, 32
 Talk = Callable[[AsyncClient], Awaitable[Any]]
@@ -27,7 +28,7 @@ def talk(server: TritonServer, conversation: Talk, **options: Any) -> Any:
     async def main() -> Any:
         async with AsyncClient(server.grpc_url, **options) as client:
             result = await conversation(client)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             while others := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(others)
         return result
@@ -110,7 +111,7 @@ def test_small_questions_have_the_answers_that_the_blocking_client_gets(server: 
         assert await asking.detokenize(ids) == "Hello, world"
         assert [(model.name, model.ready) for model in await asking.models()] == [("llm", True)]
         assert await asking.models() == client.models()
-        await asking.wait_until_ready(5)
+        await asking.wait_until_ready(WAIT)
         assert not await AsyncClient(server.grpc_url, model="nobody").ready()
 
     talk(server, conversation)
@@ -155,7 +156,7 @@ def test_a_server_with_mutual_tls_serves_those_who_prove_themselves(tmp_path: Pa
         f"--grpc-server-key={host.key}",
         f"--grpc-root-cert={authority.root}",
     ]
-    with TritonServer(find_repository(), extra_args=flags) as server:
+    with TritonServer(tiny.repository(), extra_args=flags) as server:
         known = TLS(authority.root, caller.key, caller.certificate)
         with Client(server.grpc_url, tls=known) as client:
             said = client.generate("Hello", max_tokens=4, temperature=0, ignore_eos=True)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from server import tiny
 from tokenstream import AsyncClient, Chunk, Client, Completion, IncompleteStream
-from tokenstream.server import TritonServer, find_repository
+from tokenstream.server import TritonServer
 from unit.breaking_line import Cut, Line, Way, messages
 
 TOKENS, CUTS = 12, 40
@@ -48,7 +49,7 @@ def read_async(url: str, **asked: Any) -> tuple[list[Chunk], Completion, int]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[TritonServer]:
-    with TritonServer(find_repository(), exit_timeout=2) as server:
+    with TritonServer(tiny.repository(), exit_timeout=2) as server:
         yield server
 
 

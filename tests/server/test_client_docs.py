@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from server.conftest import WITH_THE_DEFAULT_MODEL
 from tokenstream.server import TritonServer
 
 PAGE = Path(__file__).parents[2] / "docs/client.md"
 PROGRAMS = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "print(" in block]
 
 
+@WITH_THE_DEFAULT_MODEL
 @pytest.mark.parametrize("program", PROGRAMS, ids=["blocking", "asynchronous"])
 def test_a_program_of_the_page_prints_an_answer(
     program: str, server: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

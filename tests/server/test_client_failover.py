@@ -16,13 +16,17 @@ from typing import Any
 
 import pytest
 
+from server import tiny
+from server.conftest import WITH_THE_DEFAULT_MODEL
 from server.serving import COMMAND, ENVIRONMENT
 from server.supervised import SHARED_MEMORY
 from tokenstream import Client, Completion, ServerInfo
 from tokenstream.runfolder import RUN_ID
-from tokenstream.server import TritonServer, find_repository
+from tokenstream.server import TritonServer
+from waiting import WAIT
 
-CROWD, TOKENS = 16, 64
+CROWD, TOKENS = 16, 60
+PACE = 0.1  # seconds per step of the server that is killed: its answers are far from their end
 MARK = "TOKENSTREAM_TEST_MARK"
 
 
@@ -40,6 +44,7 @@ def environments(mark: str) -> dict[int, dict[str, str]]:
     return found
 
 
+@WITH_THE_DEFAULT_MODEL
 def test_the_demo_loses_a_server_in_mid_answer_and_no_token_and_leaves_nothing(info: ServerInfo) -> None:
     mark = str(uuid.uuid4())
     lines: list[dict[str, Any]] = []
@@ -82,14 +87,14 @@ def question(number: int) -> list[dict[str, str]]:
 @pytest.fixture
 def doomed() -> Iterator[TritonServer]:
     """A server that is to be killed: nothing is asked of how it ends."""
-    with TritonServer(find_repository()) as server:
+    with TritonServer(tiny.repository()) as server, tiny.paced(server.log_path.parent, PACE):
         yield server
 
 
 def test_sixteen_threads_lose_their_server_at_once_and_none_of_them_notices(
     doomed: TritonServer, server: TritonServer, client: Client, info: ServerInfo
 ) -> None:
-    all_speak = threading.Barrier(CROWD + 1, timeout=60)
+    all_speak = threading.Barrier(CROWD + 1, timeout=WAIT)
 
     def listen(number: int) -> tuple[Completion, int]:
         with both.chat(question(number), **asked(number)) as stream:
@@ -103,7 +108,7 @@ def test_sixteen_threads_lose_their_server_at_once_and_none_of_them_notices(
         answers = [pool.submit(listen, number) for number in range(CROWD)]
         all_speak.wait()
         os.kill(doomed.pid, signal.SIGKILL)
-        said = [answer.result(60) for answer in answers]
+        said = [answer.result(WAIT) for answer in answers]
     for number, (completion, resumes) in enumerate(said):
         uncut = client.chat(question(number), **asked(number)).final()
         assert resumes == 1

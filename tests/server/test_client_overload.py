@@ -15,7 +15,7 @@ from server.conftest import QUEUE, Small, ends
 from server.raw import infer
 from tokenstream import Client, Overloaded, Timeout
 from tokenstream.course import pause_before
-from waiting import eventually
+from waiting import WAIT, eventually
 
 LEAST, MOST = 0.1, 30.0  # seconds that a server asks for
 
@@ -65,7 +65,7 @@ def test_a_client_comes_again_no_sooner_than_it_was_told_and_is_served_then(
             eventually(lambda: bool(asked))
             for holder in holders:
                 holder.cancel()
-        assert len(again.result(60).token_ids) == 1
+        assert len(again.result(WAIT).token_ids) == 1
     ((first, refused), (second, served)) = tries(small, "patient")
     assert (refused, served) == ("UNAVAILABLE", "length")
     assert second - first > asked[0] - 0.001  # the log's clock has milliseconds

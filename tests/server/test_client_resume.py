@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from server import tiny
 from tokenstream import AsyncClient, Chunk, Client, Completion, IncompleteStream, ServerInfo, Timeout
-from tokenstream.server import TritonServer, find_repository
+from tokenstream.server import TritonServer
 
-CUT_AT, TOKENS = 9, 160
+CUT_AT, TOKENS = 9, 60
+PACE = 0.1  # seconds per step of the server that is killed: its answers are far from their end
 QUESTION = [{"role": "user", "content": "Tell me of the sea \N{WATER WAVE} and of mountains."}]
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -30,7 +32,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 @pytest.fixture
 def doomed() -> Iterator[TritonServer]:
     """A server that is to be killed: nothing is asked of how it ends."""
-    with TritonServer(find_repository()) as server:
+    with TritonServer(tiny.repository()) as server, tiny.paced(server.log_path.parent, PACE):
         yield server
 
 
@@ -80,7 +82,7 @@ def test_a_server_that_ends_in_mid_answer_leaves_no_trace_in_it(
     info: ServerInfo,
     end: Callable[[TritonServer], None],
 ) -> None:
-    with Client([doomed.grpc_url, server.grpc_url], timeout=Timeout(idle=2.0)) as both, ExitStack() as stack:
+    with Client([doomed.grpc_url, server.grpc_url], timeout=Timeout(idle=5.0)) as both, ExitStack() as stack:
         streams = [stack.enter_context(both.chat(QUESTION, **asked(way))) for way in range(len(WAYS))]
         begun = [[next(stream) for _ in range(CUT_AT)] for stream in streams]
         end(doomed)

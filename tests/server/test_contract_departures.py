@@ -136,7 +136,7 @@ def test_a_client_may_leave_in_any_phase(small: Small, phase: str) -> None:
         for _ in range(SEATS if phase == "queue" else SEATS - 1):
             holders.enter_context(small.holder())
         leaving = infer(name=name, input_ids=prompt(sum(map(ord, phase)), 1800), max_tokens=100, ignore_eos=True)
-        with small.wire.call(leaving) as call:
+        with small.paced(0.1), small.wire.call(leaving) as call:  # the prompt takes 28 steps
             eventually(lambda: small.occupancy() == ((SEATS, 1) if phase == "queue" else (SEATS, 0)))
             if phase == "decode":
                 assert call.next()

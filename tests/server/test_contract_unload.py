@@ -14,11 +14,12 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from server.conftest import copied, running
-from server.raw import WAIT, Wire, infer, tokens
+from server import tiny
+from server.conftest import running
+from server.raw import Wire, infer, tokens
 from tokenstream import Client
 from tokenstream.server import TritonServer
-from waiting import eventually
+from waiting import WAIT, eventually
 
 
 class Control:
@@ -43,8 +44,8 @@ class Control:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    with running(copied(tmp_path_factory.mktemp("unload") / "repository", {}), ["llm"]) as server:
+def server() -> Iterator[TritonServer]:
+    with running(tiny.repository(), ["llm"]) as server:
         yield server
 
 
@@ -62,13 +63,13 @@ def test_a_connected_client_that_is_idle_does_not_keep_the_model(server: TritonS
     with Client(server.grpc_url) as client:
         assert client.generate("Hi", max_tokens=2).usage.output_tokens <= 2
         control.unload()
-        eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
+        eventually(lambda: control.state() == "UNAVAILABLE")
 
 
 def test_an_open_stream_without_a_request_does_not_keep_the_model(control: Control) -> None:
     stream = control.stub.ModelStreamInfer(iter(SimpleQueue().get, None))
     control.unload()
-    eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
+    eventually(lambda: control.state() == "UNAVAILABLE")
     stream.cancel()
 
 
@@ -83,21 +84,22 @@ def test_an_answered_stream_that_stays_open_keeps_the_model_until_it_is_closed(c
     assert control.state() == "UNLOADING"
     requests.put(None)
     assert list(stream) == []
-    eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
+    eventually(lambda: control.state() == "UNAVAILABLE")
 
 
 def test_a_live_stream_runs_to_its_end_and_the_model_goes_then(server: TritonServer, control: Control) -> None:
     with closing(Wire(server.grpc_url)) as wire:
-        call = wire.call(infer(text_input="Hi", max_tokens=200, ignore_eos=True))
-        first = call.next()
-        assert first
-        control.unload()
-        assert "no available versions" in wire.refusal(infer(text_input="Hi", max_tokens=1))
-        assert control.state() == "UNLOADING"
+        call = wire.call(infer(text_input="Hi", max_tokens=60, ignore_eos=True))
+        with tiny.paced(server.log_path.parent, 0.2):
+            first = call.next()
+            assert first
+            control.unload()
+            assert "no available versions" in wire.refusal(infer(text_input="Hi", max_tokens=1))
+            assert control.state() == "UNLOADING"
         answer = [first, *call.rest()]
-        assert len(tokens(answer)) == 200
-        assert [response.final for response in answer] == [False] * 199 + [True]
-        eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
+        assert len(tokens(answer)) == 60
+        assert [response.final for response in answer] == [False] * 59 + [True]
+        eventually(lambda: control.state() == "UNAVAILABLE")
 
 
 def test_a_model_that_is_loaded_again_gives_the_same_answer(server: TritonServer, control: Control) -> None:
@@ -105,7 +107,7 @@ def test_a_model_that_is_loaded_again_gives_the_same_answer(server: TritonServer
     with closing(Wire(server.grpc_url)) as wire:
         before = tokens(wire.ask(**asked))
         control.unload()
-        eventually(lambda: control.state() == "UNAVAILABLE", 30.0)
+        eventually(lambda: control.state() == "UNAVAILABLE")
         control.load()
         assert tokens(wire.ask(**asked)) == before
     control.unload()

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from server.conftest import eos_token_ids
+from server.conftest import WITH_THE_DEFAULT_MODEL, eos_token_ids
 from server.raw import Response, Wire, infer, text, tokens
 from tokenstream import Client, Completion, ServerInfo
 from tokenstream.server import TritonServer
+from waiting import WAIT
 
+pytestmark = WITH_THE_DEFAULT_MODEL
 PROMPT = "Once upon a time there was"
 KINDS = (
     {"temperature": 0.0},
@@ -61,7 +63,7 @@ def test_two_clients_at_once_get_their_own_answers(server: TritonServer, wire: W
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(WAIT)
     for number, answers in found.items():
         assert len(answers) == 3
         for i, answer in enumerate(answers):

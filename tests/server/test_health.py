@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from server import tiny
+from server.conftest import LONG
 from server.raw import Wire, infer
 from server.serving import BEATING, Serving, ready, run
 from server.supervised import add_model, regions
@@ -47,9 +49,9 @@ def restarted(serving: Serving, complaint: str) -> None:
 
 
 def test_a_new_request_is_served_on_the_same_port_after_the_stub_was_killed_in_mid_stream(tmp_path: Path) -> None:
-    with Serving(tmp_path / "run") as serving:
+    with Serving(tmp_path / "run", "--repository", str(tiny.repository())) as serving:
         wire = Wire(serving.grpc_url)
-        stream = wire.call(infer(text_input="Once upon a time", max_tokens=4000, ignore_eos=True))
+        stream = wire.call(infer(text_input="Once upon a time", **LONG))
         assert stream.next()
         pid = serving.beat().pid
         os.kill(pid, signal.SIGKILL)

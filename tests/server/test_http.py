@@ -11,6 +11,7 @@ import pytest
 from server.raw import Web, Wire, text, tokens
 from tokenstream import Client
 from tokenstream.server import TritonServer
+from waiting import WAIT
 
 PROMPT = "The capital of France is"
 
@@ -136,7 +137,7 @@ def test_a_huge_form_is_refused_and_the_server_goes_on(server: TritonServer, cli
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     request = urllib.request.Request(f"{server.http_url}/v2/models/llm/generate", data=body, headers=form)
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=60)
+        urllib.request.urlopen(request, timeout=WAIT)
     with refused.value as page:
         assert page.code == 400
     assert client.generate(PROMPT, max_tokens=1).usage.output_tokens == 1

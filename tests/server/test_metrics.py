@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from server.conftest import LONG, copied, parameters, running
-from server.raw import WAIT, Wire, infer, tokens
+from server.raw import Wire, infer, tokens
 from tokenstream.server import TritonServer
+from waiting import WAIT
 
 INSTANCES = ("llm_0_0", "llm_0_1")
 SEATS = 2

@@ -15,13 +15,13 @@ from server.conftest import (
     SEATS,
     Small,
     assert_expires_in_the_queue,
-    assert_refused_at_once,
+    assert_refused,
     ends,
     prompt,
 )
-from server.raw import WAIT, Web, infer, tokens
+from server.raw import Web, infer, tokens
 from tokenstream import Overloaded, Timeout, TotalTimeout
-from waiting import eventually
+from waiting import WAIT, eventually
 
 
 @contextmanager
@@ -49,14 +49,14 @@ def unstreamed(small: Small) -> Iterator[None]:
 
 @contextmanager
 def left_by_our_client(small: Small) -> Iterator[None]:
-    with small.client.stream("Tell me", max_tokens=4000, ignore_eos=True) as stream:
+    with small.client.stream("Tell me", **LONG) as stream:
         assert next(stream).index == 0
         yield
 
 
 @contextmanager
 def out_of_our_clients_time(small: Small) -> Iterator[None]:
-    stream = small.client.stream("Tell me", max_tokens=4000, ignore_eos=True, timeout=Timeout(total=4.0))
+    stream = small.client.stream("Tell me", **LONG, timeout=Timeout(total=4.0))
     assert next(stream).index == 0
     yield
     with pytest.raises(TotalTimeout):
@@ -91,7 +91,8 @@ def test_an_answer_that_nobody_wants_any_more_gives_up_its_seat(
 def test_a_cancelled_prompt_is_not_computed_to_its_end_and_ends_once(small: Small) -> None:
     long = prompt(1, 1200)
     with small.holder() as other:
-        with small.wire.call(infer(name="prefill", input_ids=long, **LONG)) as call:
+        leaving = infer(name="prefill", input_ids=long, **LONG)
+        with small.paced(0.5), small.wire.call(leaving) as call:  # the prompt takes 19 steps
             eventually(lambda: small.occupancy() == (SEATS, 0))
             waiting = small.next_one()
             while not other.silent:
@@ -151,19 +152,20 @@ def test_the_place_of_a_cancelled_request_in_the_queue_goes_to_a_newcomer(small:
 
 
 def test_a_request_whose_time_runs_out_in_the_queue_is_refused_then_and_never_computed(small: Small) -> None:
-    assert_expires_in_the_queue(small, prompt(4, 100), within=3.0)
+    assert_expires_in_the_queue(small, prompt(4, 100))
 
 
 @pytest.mark.parametrize("priority", [1, 2, 3])
 def test_a_full_queue_refuses_the_overflow_at_once_and_keeps_what_it_has(small: Small, priority: int) -> None:
     overflow = 4
     with small.holder() as one, small.holder() as two:
-        calls = [small.send("Burst", parameters={"llm_priority": priority}) for _ in range(QUEUE + overflow)]
-        eventually(lambda: sum(not call.silent for call in calls) == overflow)
-        refused = [call for call in calls if not call.silent]
-        kept = [call for call in calls if call not in refused]
-        assert_refused_at_once(refused)
-        assert small.occupancy() == (SEATS, QUEUE)
+        with small.held():
+            calls = [small.send("Burst", parameters={"llm_priority": priority}) for _ in range(QUEUE + overflow)]
+            eventually(lambda: sum(not call.silent for call in calls) == overflow)
+            refused = [call for call in calls if not call.silent]
+            kept = [call for call in calls if call not in refused]
+            assert_refused(refused)
+            assert small.occupancy() == (SEATS, QUEUE)
         assert one.next()
         two.cancel()
         assert [len(tokens(call.rest())) for call in kept] == [1] * QUEUE
@@ -197,8 +199,9 @@ def test_requests_of_high_priority_overtake_those_that_wait(small: Small) -> Non
     with small.holder(), small.holder() as leaving:
         calls = {}
         for waiting, level in enumerate((3, 2, 1)):
-            calls[level] = small.next_one(behind=waiting, max_tokens=20, parameters={"llm_priority": level})
-        leaving.cancel()
-        answers = {level: call.rest() for level, call in calls.items()}
-        assert [len(tokens(answer)) for answer in answers.values()] == [20] * 3
+            calls[level] = small.next_one(behind=waiting, max_tokens=4, parameters={"llm_priority": level})
+        with small.paced(0.2):  # what is a step apart is also read in this order
+            leaving.cancel()
+            answers = {level: call.rest() for level, call in calls.items()}
+        assert [len(tokens(answer)) for answer in answers.values()] == [4] * 3
         assert answers[1][-1].at < answers[2][0].at < answers[2][-1].at < answers[3][0].at

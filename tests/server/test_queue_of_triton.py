@@ -16,15 +16,15 @@ from server.conftest import (
     SEATS,
     Small,
     assert_expires_in_the_queue,
-    assert_refused_at_once,
+    assert_refused,
     ends,
     parameters,
     prompt,
     small_server,
 )
-from server.raw import WAIT, Web, infer, tokens
+from server.raw import Web, infer, tokens
 from tokenstream import Overloaded
-from waiting import eventually
+from waiting import WAIT, eventually
 
 POLICY = (
     f"preferred_batch_size: [ 1 ] priority_levels: 3 default_priority_level: 2 default_queue_policy {{ "
@@ -88,7 +88,7 @@ def test_a_request_cancelled_in_the_queue_is_never_computed(small: Small) -> Non
 def test_cancelled_requests_leave_the_queue_when_a_seat_is_free(small: Small) -> None:
     with small.holder() as leaving:
         with small.holder():
-            queued = [small.send("Queued", max_tokens=4000) for _ in range(QUEUE)]
+            queued = [small.send("Queued", max_tokens=8000) for _ in range(QUEUE)]
             settled(small, QUEUE)
             for call in queued:
                 call.cancel()
@@ -104,17 +104,18 @@ def test_cancelled_requests_leave_the_queue_when_a_seat_is_free(small: Small) ->
 
 
 def test_a_request_whose_time_runs_out_in_the_queue_is_refused_and_never_computed(small: Small) -> None:
-    assert_expires_in_the_queue(small, prompt(3, 100), within=4.5)
+    assert_expires_in_the_queue(small, prompt(3, 100))
 
 
 def test_a_full_queue_refuses_the_overflow_at_once_and_keeps_what_it_has(small: Small) -> None:
     with small.holder() as one, small.holder() as two:
-        calls = [small.send("Burst") for _ in range(QUEUE + 4)]
-        eventually(lambda: pending(small) + sum(not call.silent for call in calls) == len(calls))
-        refused = [call for call in calls if not call.silent]
-        kept = [call for call in calls if call not in refused]
-        assert QUEUE <= len(kept) <= QUEUE + 1  # Triton may hold one more at its door
-        assert_refused_at_once(refused)
+        with small.held():
+            calls = [small.send("Burst") for _ in range(QUEUE + 4)]
+            eventually(lambda: pending(small) + sum(not call.silent for call in calls) == len(calls))
+            refused = [call for call in calls if not call.silent]
+            kept = [call for call in calls if call not in refused]
+            assert QUEUE <= len(kept) <= QUEUE + 1  # Triton may hold one more at its door
+            assert_refused(refused)
         with pytest.raises(Overloaded):
             small.client.generate("One more", max_tokens=1)
         assert Web(small.server.http_url.removeprefix("http://")).post("generate", text_input="One more").status == 503

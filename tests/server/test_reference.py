@@ -16,10 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_tools import weights
-from server.conftest import eos_token_ids
+from server.conftest import WITH_THE_DEFAULT_MODEL, eos_token_ids
 from server.raw import Wire, infer, text, tokens
 from tokenstream import Client, ServerInfo
 
+pytestmark = WITH_THE_DEFAULT_MODEL
 MARGIN = 0.5  # of logits around 20, whose bfloat16 neighbours are 0.125 apart
 CHATS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "What is 2 + 2?"}],

@@ -17,7 +17,7 @@ from server.supervised import add_model, processes_under, regions, run_ids
 from tokenstream.heartbeat import lives
 from tokenstream.runfolder import processes
 from tokenstream.server import TritonServer, sweep
-from waiting import eventually
+from waiting import WAIT, eventually
 
 cache = supervised.cache
 repository = supervised.repository
@@ -90,7 +90,7 @@ def test_a_signal_becomes_an_orderly_end_and_its_exit_code(
     supervisor = supervise()
     pid = int(supervisor.until("ready")[1])
     supervisor.process.send_signal(signal.SIGTERM)
-    assert supervisor.process.wait(30) == 0
+    assert supervisor.process.wait(WAIT) == 0
     assert not lives(pid)
     assert run_ids(cache) == []
 
@@ -104,7 +104,7 @@ def test_a_signal_at_any_moment_of_a_start_ends_everything(
     supervisor = supervise()
     supervisor.until(f"stage {moment}")
     supervisor.process.send_signal(signum)
-    assert supervisor.process.wait(30) == 128 + signum
+    assert supervisor.process.wait(WAIT) == 128 + signum
     assert processes_under(cache) == []
     assert run_ids(cache) == []
 
@@ -122,7 +122,7 @@ def test_a_signal_while_the_weights_are_prepared_ends_everything(
     supervisor.until("stage convert")
     (run_id,) = run_ids(cache)
     supervisor.process.send_signal(signal.SIGINT)
-    assert supervisor.process.wait(30) == 128 + signal.SIGINT
+    assert supervisor.process.wait(WAIT) == 128 + signal.SIGINT
     assert processes(run_id) == []
     assert run_ids(cache) == []
 
@@ -138,7 +138,7 @@ def test_a_second_signal_kills_a_server_that_does_not_want_to_end(
     with pytest.raises(subprocess.TimeoutExpired):
         supervisor.process.wait(1)
     supervisor.process.send_signal(signal.SIGINT)
-    assert supervisor.process.wait(20) == 128 + signal.SIGKILL
+    assert supervisor.process.wait(WAIT) == 128 + signal.SIGKILL
     assert not lives(pid)
 
 
@@ -150,9 +150,9 @@ def test_a_killed_supervisor_leaves_no_process_and_the_next_sweep_no_memory(
     supervisor = supervise()
     supervisor.until(moment)
     (run_id,) = run_ids(cache)
-    eventually(lambda: len(processes(run_id)) == 3 and bool(regions(run_id)), 15.0)  # keeper, server, stub
+    eventually(lambda: len(processes(run_id)) == 3 and bool(regions(run_id)))  # keeper, server, stub
     supervisor.process.kill()
-    eventually(lambda: processes(run_id) == [], 15.0)
+    eventually(lambda: processes(run_id) == [])
     sweep(cache / "run")
     assert regions(run_id) == []
     assert run_ids(cache) == []

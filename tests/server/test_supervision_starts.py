@@ -14,6 +14,7 @@ from server.supervised import add_model, processes_under, regions, run_ids
 from tokenstream.heartbeat import lives
 from tokenstream.runfolder import processes
 from tokenstream.server import ServerFailed, SetupError, TritonServer, sweep
+from waiting import WAIT
 
 cache = supervised.cache
 repository = supervised.repository
@@ -49,7 +50,7 @@ def test_stopping_one_server_leaves_another_of_the_same_user_alone(repository: P
             assert first.http_url != second.http_url
         assert sweep(cache / "run") == []
         assert first.returncode is None
-        first.wait_ready(5)
+        first.wait_ready(WAIT)
 
 
 def test_a_given_run_folder_keeps_the_log_and_reaches_the_model(repository: Path, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_free_port_lost_before_the_server_listens_is_replaced(
     first = server.ports
     try:
         with socket.create_server(("127.0.0.1", first.http)):
-            server.wait_ready(30)
+            server.wait_ready(WAIT)
             assert server.ports.http != first.http
     finally:
         assert server.stop() == 0
@@ -139,6 +140,6 @@ def test_a_server_outlives_the_thread_that_started_it(repository: Path) -> None:
     starter.start()
     starter.join()
     try:
-        server.wait_ready(30)
+        server.wait_ready(WAIT)
     finally:
         assert server.stop() == 0

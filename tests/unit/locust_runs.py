@@ -18,11 +18,10 @@ from typing import Any
 
 from tokenstream_loadtest.results import Run, read_run
 from unit.scripted_triton import Script, ScriptedCall, ScriptedTriton, answer, inputs, token
-from waiting import eventually
+from waiting import WAIT, eventually
 
 LOADTEST = Path(__file__).parents[2] / "loadtest"
 LOCUSTFILE = LOADTEST / "locustfile.py"
-WAIT = 90.0  # seconds; no run comes near it unless it hangs
 _QUICK = ("--max-tokens", "8", "--metrics-url", "none", "--drain", "20", "--only-summary")
 
 WORDS = ("one", "two", "three", "four")

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import tokenstream
 from tokenstream import engine_bench
 from tokenstream.commands import app
+from waiting import WAIT
 
-WAIT = 60.0
 SETUP = {
     "kind": "setup", "model": "org/x", "cpu": "A processor", "cores": 2, "threads": 1, "dtype": "bfloat16",
     "kernels": "native", "exact": "bitwise", "versions": {"torch": "2.13.0"}, "linear_parameters": 1000,

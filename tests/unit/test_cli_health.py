@@ -16,9 +16,9 @@ import tokenstream
 from tokenstream.runfolder import RunFolder
 from unit.test_cli_commands import COMMAND, run
 from unit.test_server_heartbeat import write_beat
+from waiting import WAIT
 
 CLIENT = str(Path(tokenstream.__file__).parent.parent)
-WAIT = 20.0
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from typer.testing import CliRunner, Result
 
 import tokenstream
 from tokenstream.commands import app
+from waiting import WAIT
 
-WAIT = 60.0
 COMMAND = [sys.executable, "-c", "from tokenstream.cli import main; main()"]
 CLIENT = str(Path(tokenstream.__file__).parent.parent)
 PROGRESS = {

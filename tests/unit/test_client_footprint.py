@@ -17,6 +17,7 @@ import pytest
 import tokenstream
 from tokenstream import Client, Completion
 from unit.scripted_triton import ScriptedCall, ScriptedTriton, answer, inputs, token
+from waiting import WAIT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tokenstream.__file__).parent.parent)}
 THREADS = 50
@@ -68,7 +69,7 @@ def look():
     gc.collect()
     for thread in threading.enumerate():  # a watchman ends a moment behind the last stream
         if thread is not threading.main_thread():
-            thread.join(10)
+            thread.join(60)
     return len(os.listdir("/proc/self/task")), int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 def turn(client, number):
@@ -95,7 +96,7 @@ print(json.dumps(looks))
 def child(program: str, *arguments: str) -> Any:
     """What a program prints, as JSON."""
     command = [sys.executable, "-c", program, *arguments]
-    return json.loads(subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, timeout=110, check=True).stdout)
+    return json.loads(subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, timeout=WAIT, check=True).stdout)
 
 
 def test_the_client_loads_no_framework_of_the_engine_or_the_gateway(serve) -> None:
@@ -133,7 +134,9 @@ def test_how_grpc_is_loaded_is_the_users_choice_and_no_childs_inheritance(chosen
     code = "import os, json; from tokenstream import Client; print(json.dumps(os.environ.get('GRPC_EXPERIMENTS')))"
     env = {name: value for name, value in ENVIRONMENT.items() if name != "GRPC_EXPERIMENTS"}
     env |= {} if chosen is None else {"GRPC_EXPERIMENTS": chosen}
-    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=WAIT
+    )
     assert json.loads(said.stdout) == chosen
 
 
@@ -145,7 +148,7 @@ def test_tokens_do_not_pass_through_grpcs_event_engine(serve: Any, face: str) ->
 
 def test_fifty_threads_on_one_client_have_the_answers_that_one_thread_has() -> None:
     server = ScriptedTriton(echo, workers=THREADS + 2)
-    together = threading.Barrier(THREADS, timeout=10)
+    together = threading.Barrier(THREADS, timeout=WAIT)
 
     def ask(client: Client, number: int, *, wait: bool) -> list[tuple[Any, ...]]:
         if wait:
@@ -165,13 +168,14 @@ def test_fifty_threads_on_one_client_have_the_answers_that_one_thread_has() -> N
     assert shared == alone
 
 
-@pytest.mark.parametrize(("client", "rounds"), [("shared", 5_000), ("one each", 5_000 if DEEP else 500)])
+@pytest.mark.parametrize(("client", "rounds"), [("shared", 5_000), ("one each", 5_000 if DEEP else 1_000)])
 def test_streams_opened_and_left_by_the_thousand_leave_neither_threads_nor_memory(serve, client, rounds) -> None:
     server, _ = serve(answer("a", "b", "c", "d"))
     looks = child(COUNTED, server.url, str(rounds), client)
     threads, memory = zip(*looks, strict=True)
     assert len(server.requests) == 200 + rounds
-    assert threads[-1] <= threads[len(threads) // 2], threads  # early on gRPC adds to its own
+    # gRPC adds one to its own, or ends one, whenever it finds itself too busy; a leak adds with the rounds.
+    assert threads[-1] - threads[0] < rounds / 100, threads
     # From the lowest of the first looks to the lowest of the last: what was taken for a moment is no leak.
     grown = min(memory[-3:]) - min(memory[:3])
     assert grown / (rounds * 0.8) < BYTES_PER_ROUND, memory

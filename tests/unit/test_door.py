@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from llm_engine.door import Door
 from llm_engine.request import Code, Request, RequestError, SamplingParams
+from waiting import WAIT
 
-WAIT = 10.0
 PRIORITIES = (1, 2, 3)
 
 

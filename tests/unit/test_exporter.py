@@ -16,6 +16,7 @@ from exporter import Exporter
 from llm_engine.metrics import SECONDS, TOKENS, Histogram, Metrics
 from llm_engine.request import FinishReason, Request, SamplingParams
 from unit.fake_metrics import Registry
+from waiting import WAIT
 
 ROOT = Path(__file__).parents[2]
 LABELS = {"model": "llm", "version": "1", "instance": "llm_0_0"}
@@ -147,7 +148,7 @@ def test_a_failed_export_is_made_up_for_by_the_next_one_on_another_thread(regist
     metrics.generation_tokens += 5
     other = threading.Thread(target=exporter.export)
     other.start()
-    other.join(10)
+    other.join(WAIT)
     assert_shown(registry, metrics)
     assert len(registry.threads) == 2
 
@@ -238,7 +239,7 @@ def test_every_metric_is_documented_and_every_documented_one_exists(registry: Re
 
 def test_it_is_imported_without_triton_and_without_torch() -> None:
     code = "import sys, exporter; sys.exit('torch' in sys.modules or 'triton_python_backend_utils' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "model_repository/llm/1", check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "model_repository/llm/1", check=True, timeout=WAIT)
 
 
 # What the engine counts

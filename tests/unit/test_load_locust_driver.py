@@ -36,9 +36,9 @@ from tokenstream_loadtest.under_locust.wire import (
 from tokenstream_loadtest.watch import PERIOD
 from unit.locust_runs import free_port, introduced
 from unit.scripted_triton import ScriptedCall, ScriptedTriton, answer, failure, token
+from waiting import WAIT
 
 ROOT = Path(__file__).parents[2]
-WAIT = 60.0
 
 
 class Driven:
@@ -175,7 +175,7 @@ def test_it_ends_when_the_other_side_is_gone_and_leaves_its_requests(driver, tri
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert driver.hang_up() == 0
-    assert all(call.over.wait(10) for call in server.calls)
+    assert all(call.over.wait(WAIT) for call in server.calls)
 
 
 def test_what_is_cut_is_answered_as_a_timeout(driver, triton):

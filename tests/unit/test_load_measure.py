@@ -27,6 +27,7 @@ from tokenstream_loadtest.tally import Group, Tally
 from tokenstream_loadtest.targets import Failed
 from tokenstream_loadtest.watch import Watch
 from unit.scripted_triton import ScriptedCall, ScriptedTriton, inputs, token
+from waiting import WAIT
 
 TWO_AT_ONCE, ONE = Stage(concurrency=2, requests=6), Stage(concurrency=1, requests=3)
 OPEN = Stage("poisson", rate=50.0, requests=4)
@@ -141,7 +142,7 @@ def test_an_interrupted_run_keeps_what_it_has(warmup):
 
     try:
         run = asyncio.run(main())
-        assert all(call.over.wait(5) for call in server.calls)
+        assert all(call.over.wait(WAIT) for call in server.calls)
     finally:
         server.close()
     if warmup:  # one question, five to warm up, four of six

@@ -14,8 +14,8 @@ import pytest
 from tokenstream_loadtest import target_openai
 from tokenstream_loadtest.requests import Message, Request
 from tokenstream_loadtest.targets import Failed, Seen, TargetOptions, open_target
+from waiting import WAIT
 
-WAIT = 10.0  # seconds; no test comes near it unless it fails
 CHAT = (Message("system", "Be brief."), Message("user", "Grüß Gott"))
 Handler = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 LONGER = b"HTTP/1.1 200 OK\r\ncontent-length: 9000\r\n\r\n"

@@ -14,6 +14,7 @@ import pytest
 from tokenstream import _keeper
 from tokenstream.process import Process
 from tokenstream.runfolder import processes
+from waiting import WAIT
 
 
 @pytest.fixture
@@ -47,20 +48,20 @@ def gone(mark: str) -> bool:
 )
 def test_the_end_of_a_child_is_reported_as_it_was(command: str, code: int, log: Path) -> None:
     child = run(command, log)
-    assert child.wait(10) == code
+    assert child.wait(WAIT) == code
     assert child.close(0) == code
 
 
 def test_what_a_child_says_is_in_the_log(log: Path) -> None:
     child = run("echo out; echo err >&2; read line || echo no input", log)
-    child.wait(10)
+    child.wait(WAIT)
     child.close(0)
     assert log.read_text().split("\n") == ["out", "err", "no input", ""]
 
 
 def test_a_command_that_does_not_exist_says_so(log: Path) -> None:
     child = Process(["/no/such/program"], dict(os.environ), log)
-    assert child.wait(10) == 127
+    assert child.wait(WAIT) == 127
     child.close(0)
     assert log.read_text() == "cannot run /no/such/program: No such file or directory\n"
 
@@ -80,7 +81,7 @@ def test_a_child_ends_at_sigterm_and_one_that_will_not_is_killed(log: Path) -> N
 
 def test_what_a_child_leaves_behind_is_ended_with_it(log: Path) -> None:
     child = run("sleep 60 & exit 3", log, "left-behind")
-    assert child.wait(10) == 3
+    assert child.wait(WAIT) == 3
     child.close(0)
     assert processes("left-behind") == []
 
@@ -107,13 +108,13 @@ def test_a_keeper_whose_asker_does_not_hear_its_answer_stays_until_the_end() -> 
     command = [sys.executable, "-I", "-S", _keeper.__file__, str(answer), "sh", "-c", "exit 3"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[answer]) as keeper:  # the lifeline is held
         os.close(answer)
-        assert keeper.wait(10) == 3
+        assert keeper.wait(WAIT) == 3
 
 
 def test_a_child_dies_with_a_killed_keeper(log: Path) -> None:
     child = run("exec sleep 60", log, "killed-keeper")
     (keeper,) = set(processes("killed-keeper")) - {child.pid}
     os.kill(keeper, signal.SIGKILL)
-    assert child.wait(10) == -signal.SIGKILL
+    assert child.wait(WAIT) == -signal.SIGKILL
     assert gone("killed-keeper")
     child.close(0)

@@ -13,6 +13,7 @@ import pytest
 
 from tokenstream.diagnosis import SetupError
 from tokenstream.runfolder import RUN_ID, RunFolder, live_files, processes, sweep
+from waiting import WAIT
 
 DEAD = "0123456789abcdef"
 
@@ -90,7 +91,7 @@ def test_what_is_left_of_a_dead_run_is_killed_and_nobody_else(root: Path, shm: P
     with process_of(DEAD) as left, process_of("fedcba9876543210") as other:
         assert processes(DEAD) == [left.pid]
         sweep(root, shared_memory=shm, patience=0.2)
-        assert left.wait(5) == -9
+        assert left.wait(WAIT) == -9
         assert other.poll() is None
 
 
@@ -101,7 +102,7 @@ def test_a_dead_run_that_is_still_leaving_is_waited_for(root: Path, shm: Path) -
         left.stdin.write(b"\n")
         left.stdin.flush()
         sweep(root, shared_memory=shm, patience=20)
-        assert left.wait(5) == 0
+        assert left.wait(WAIT) == 0
 
 
 def test_a_lock_falls_with_the_process_that_held_it(root: Path, shm: Path) -> None:
@@ -110,7 +111,9 @@ def test_a_lock_falls_with_the_process_that_held_it(root: Path, shm: Path) -> No
         "print(RunFolder(Path(sys.argv[1]), shared_memory=Path(sys.argv[2])).id, flush=True); os.kill(os.getpid(), 9)"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", code, root, shm], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, root, shm], env=env, capture_output=True, text=True, timeout=WAIT
+    )
     assert sweep(root, shared_memory=shm) == [done.stdout.strip()]
 
 
@@ -183,7 +186,7 @@ def test_what_a_dead_server_left_is_gone_before_the_next_one_in_its_folder(root:
     run.log_path.write_text("what it said last")
     with process_of(run.id) as left:
         run.clear()
-        assert left.wait(5) == -9
+        assert left.wait(WAIT) == -9
     assert list(shm.iterdir()) == []
     assert sorted(path.name for path in run.path.iterdir()) == ["files", "lock", "server.log"]
     assert run.log_path.read_text() == "what it said last"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-WAIT = 10.0
+from waiting import WAIT
 
 
 class Engine:
