@@ -17,6 +17,7 @@ from llm_engine import loading
 from llm_engine.batch import BatchBuilder
 from llm_engine.config import ConfigError, EngineConfig
 from llm_engine.loading import LoadedModel
+from llm_engine.loading.tokenizer import load_tokenizer
 from llm_engine.request import Request, SamplingParams
 from llm_engine.scheduler import Chunk, Plan
 
@@ -89,7 +90,7 @@ def reference_logits(folder: Path) -> tuple[list[int], Tensor]:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder, model.get_output_embeddings().weight.shape[0])
     ids = cast(list[int], tokenizer(TEXT, verbose=False)["input_ids"])[: min(TOKENS, limit)]
     return ids, model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 

@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata and where its tensors lie, read in a fraction of a second.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian. Arrays of strings,
-which are a vocabulary, are walked past and not kept. It does not know what the metadata mean.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian. It does not know
+what the metadata mean.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def read_header(file: Path) -> GgufHeader:
         raise ConfigError(
             f"model file {file} is truncated, damaged or no GGUF file ({error}); fetch it again"
         ) from None
-    end = header.data_start + max((t.offset + _size(file, t) for t in header.tensors), default=0)
+    end = max((header.data_start + t.offset + _size(file, t) for t in header.tensors), default=0)
     if (size := file.stat().st_size) < end:
         raise ConfigError(f"model file {file} is truncated: {size} bytes of {end}; fetch it again")
     return header
@@ -121,10 +121,7 @@ class _Reader:
             return self._take(_FORMATS[kind])[0]
         element, count = self._take("IQ")
         if element == _STRING:
-            for _ in range(count):
-                (length,) = self._take("Q")
-                self._at += length
-            return None
+            return [self._string() for _ in range(count)]
         if element == _ARRAY:
             return [self._value(_ARRAY) for _ in range(count)]
         return list(self._take(f"{count}{_FORMATS[element]}"))
@@ -134,7 +131,7 @@ class _Reader:
         start, self._at = self._at, self._at + length
         if self._at > len(self._content):
             raise ValueError("it ends within a name")
-        return self._content[start : self._at].decode("utf-8", "replace")
+        return self._content[start : self._at].decode()
 
     def _take(self, form: str) -> tuple[Any, ...]:
         found = struct.unpack_from("<" + form, self._content, self._at)

@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to a tokenizer that cuts text as the model's own, and to the tokens that end answers.
+"""From the metadata of a GGUF file to a tokenizer that cuts text as the model's own, and the tokens that end answers.
 
 Byte-level BPE, sentencepiece BPE and Gemma 4's mixture of both are built; ConfigError names what is not. It does not
 know the weights.
@@ -6,6 +6,7 @@ know the weights.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,26 +16,43 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from llm_engine.config import ConfigError
 
-from . import gguf_metadata
+from .gguf_header import GgufHeader
 from .gguf_pretokenizers import PRE_TOKENIZERS
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # token types
+_CONFIG_FILE, _MARK = "tokenizer_config.json", "built_from_gguf"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes a space
 _ROLES = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}  # where the file does not say
-_ENDS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> "
-    "<|end_of_text|> <end_of_utterance> <turn|> <|tool_response> <\uff5cend\u2581of\u2581sentence\uff5c>".split()
-)
-_ENDS_IF_CONTROL = frozenset("</s> <eos> <EOT> _<EOT> [EOT] [EOS] [e~[".split())  # some models have them as text
+_ENDS = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+    *("<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}
+_ENDS_IF_CONTROL = {"</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["}  # some models have them as text
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """The tokenizer as transformers wants it, and the ids of the tokens that end an answer, ascending."""
+    """The tokenizer, what transformers' tokenizer_config.json says of it, and the ids that end answers, ascending."""
 
-    fast: Any  # transformers.PreTrainedTokenizerFast
+    backend: Tokenizer
+    config: Mapping[str, Any]
     end_ids: tuple[int, ...]
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json."""
+        self.backend.save(str(folder / "tokenizer.json"))
+        (folder / _CONFIG_FILE).write_text(json.dumps(self.config, indent=2, ensure_ascii=False) + "\n")
+
+
+def is_built(folder: Path) -> bool:
+    """Whether the tokenizer in `folder` was built from a GGUF file: it is read as it stands, whatever the model's type.
+
+    For some types of model AutoTokenizer takes no more than the vocabulary from the folder, and cuts text its own way.
+    """
+    file = folder / _CONFIG_FILE
+    return file.is_file() and _MARK in json.loads(file.read_text())
 
 
 class _Vocabulary:
@@ -50,6 +68,12 @@ class _Vocabulary:
             raise ConfigError("its vocabulary is empty, has a token twice, or lacks the types of some tokens")
         ids = {role: keys.get(f"{key}_token_id", defaults.get(role)) for role, key in _ROLES.items()}
         self.roles: dict[str, int] = {role: token for role, token in ids.items() if token in range(len(texts))}
+
+    def named(self) -> Iterable[tuple[str, str]]:
+        """Yield the roles that transformers knows, with their tokens. A word that pads is still a word."""
+        for role, token in self.roles.items():
+            if role in ("bos", "eos") or (role in ("unk", "pad") and self.types[token] != _NORMAL):
+                yield role, self.texts[token]
 
     def is_end(self, token: int) -> bool:
         """Whether the text of `token` says that it ends a turn."""
@@ -76,18 +100,15 @@ class _Vocabulary:
                 yield AddedToken(text, special=control, normalized=False, rstrip=rstrip)
 
 
-def read(file: Path) -> GgufTokenizer:
+def read(header: GgufHeader) -> GgufTokenizer:
     """Return the tokenizer of a GGUF file. Raises ConfigError with the reason."""
-    metadata = gguf_metadata.read(file)
     try:
-        return _build(metadata)
-    except ConfigError as error:
-        raise ConfigError(f"the tokenizer of model file {file} cannot be used: {error}") from None
+        return _build(header.metadata)
+    except (ValueError, TypeError) as error:  # ConfigError, or a key that holds something else than it should
+        raise ConfigError(f"the tokenizer of model file {header.file} cannot be used: {error}") from None
 
 
 def _build(metadata: Mapping[str, Any]) -> GgufTokenizer:
-    from transformers import PreTrainedTokenizerFast
-
     prefix = "tokenizer.ggml."
     keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     kind, name = keys.get("model"), keys.get("pre")
@@ -110,19 +131,11 @@ def _build(metadata: Mapping[str, Any]) -> GgufTokenizer:
         raise ConfigError(f"its kind (tokenizer.ggml.model) is {kind!r}; supported are gpt2, llama and gemma4")
     general_name = str(metadata.get("general.name", "")).lower()
     tokenizer.add_tokens(list(vocabulary.added(strip="phi-3" in general_name or "phi3" in general_name)))
-    add_bos = keys.get("add_bos_token", add_bos)
+    add_bos = keys.get("add_bos_token", add_bos) or kind == "gemma4"  # old files of Gemma 4 deny it
     tokenizer.post_processor = _template(vocabulary, add_bos=add_bos, add_eos=keys.get("add_eos_token", False))
-    named = {f"{role}_token": vocabulary.texts[vocabulary.roles[role]] for role in vocabulary.roles if role in _NAMED}
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=_chat_template(metadata),
-        clean_up_tokenization_spaces=False,
-        **named,
-    )
-    return GgufTokenizer(fast, vocabulary.ends())
-
-
-_NAMED = ("bos", "eos", "unk", "pad")
+    config = {_MARK: True, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {f"{role}_token": text for role, text in vocabulary.named()} | _chat_template(metadata)
+    return GgufTokenizer(tokenizer, config, vocabulary.ends())
 
 
 def _merges(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -164,6 +177,9 @@ def _sentencepiece(vocabulary: _Vocabulary, *, add_space: bool) -> Tokenizer:
         for at in range(1, len(text))
         if text[:at] in mergeable and text[at:] in mergeable
     ]
+    merged = {left + right: score for score, left, right in found}
+    if 2 * len(set(merged.values())) < len(merged):
+        raise ConfigError("its scores (tokenizer.ggml.scores) do not tell which of its tokens merge first")
     found.sort(key=lambda merge: (-merge[0], -len(merge[1])))
     tokenizer = _spelled_with_spaces(vocabulary, [(left, right) for _, left, right in found])
     if add_space:
@@ -207,24 +223,25 @@ def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any)
 
 def _template(vocabulary: _Vocabulary, *, add_bos: bool, add_eos: bool) -> processors.TemplateProcessing:
     """Return what puts BOS before and EOS behind a text."""
-    wanted = [role for role, add in (("bos", add_bos), ("eos", add_eos)) if add]
-    for role in wanted:
-        if role not in vocabulary.roles:
-            raise ConfigError(
-                f"it adds {role.upper()} to texts (tokenizer.ggml.add_{role}_token), but names no such token"
-            )
-    tokens = {role: vocabulary.texts[vocabulary.roles[role]] for role in wanted}
-    single = [tokens[role] for role in wanted if role == "bos"] + ["$A"] + [tokens[r] for r in wanted if r == "eos"]
-    return processors.TemplateProcessing(
-        single=single,
-        pair=[*single, "$B:1"],
-        special_tokens=[(text, vocabulary.ids[text]) for text in set(tokens.values())],
-    )
+    single = ["$A"]
+    special: dict[str, int] = {}
+    for role, add in (("bos", add_bos), ("eos", add_eos)):
+        if add:
+            if role not in vocabulary.roles:
+                raise ConfigError(f"it adds {role.upper()} to texts (tokenizer.ggml.add_{role}_token), but names none")
+            token = vocabulary.roles[role]
+            text = vocabulary.texts[token]
+            special[text] = token
+            single = [text, *single] if role == "bos" else [*single, text]
+    return processors.TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=list(special.items()))
 
 
-def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template, or all by name where there are several."""
+def _chat_template(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of tokenizer_config.json for the chat template, or for all by name where there are several."""
     key = "tokenizer.chat_template"
-    named = {name: metadata.get(f"{key}.{name}") for name in metadata.get("tokenizer.chat_templates") or ()}
-    found = {name: text for name, text in {"default": metadata.get(key), **named}.items() if text}
-    return found["default"] if found.keys() == {"default"} else found or None
+    texts = {"default": metadata.get(key)}
+    texts |= {name: metadata.get(f"{key}.{name}") for name in metadata.get("tokenizer.chat_templates") or ()}
+    found = [{"name": name, "template": text} for name, text in texts.items() if text]
+    if [template["name"] for template in found] == ["default"]:
+        return {"chat_template": found[0]["template"]}
+    return {"chat_template": found} if found else {}

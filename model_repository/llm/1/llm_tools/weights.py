@@ -23,7 +23,7 @@ from llm_engine.config import ConfigError, cache_folder, expand
 from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
 from llm_kernels.shared import locked, new_folder, open_to_others
 
-from . import gguf_file
+from . import gguf_file, gguf_tokenizer
 from .folder import check_folder, first_line, read_json
 from .gguf_header import read_header
 from .json_lines import report, report_progress
@@ -158,6 +158,7 @@ def _unpack(file: Path, out: Path, progress: Progress) -> None:
     import torch
     import transformers
 
+    tokenizer = gguf_tokenizer.read(header)  # first: what it refuses need not be converted
     transformers.utils.logging.disable_progress_bar()
     packing = transformers.GgufConfig(dequantize=True)  # packed weights could not be saved
     progress("converting the weights", 1, total)
@@ -175,11 +176,6 @@ def _unpack(file: Path, out: Path, progress: Progress) -> None:
             output_loading_info=True,
         )
         progress("converting the weights", 2, total)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            file.parent, gguf_file=file.name, trust_remote_code=False
-        )
-    except ConfigError:
-        raise
     except Exception as error:  # its header is sound, so what fails here is what transformers makes of its contents
         raise ConfigError(
             f"model file {file} cannot be converted ({first_line(error)}); serve the safetensors original of this model"
@@ -187,8 +183,9 @@ def _unpack(file: Path, out: Path, progress: Progress) -> None:
     refuse_unproven(f"model file {file}", model, loading)
     gguf_file.refuse_leftovers(header, model)
     progress("converting the weights", 3, total)
+    model.generation_config.eos_token_id = list(tokenizer.end_ids) or None
     model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    tokenizer.save(out)
     _forget_source(out / "config.json")
     progress("converting the weights", total, total)
 

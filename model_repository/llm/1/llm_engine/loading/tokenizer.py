@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from llm_tools import gguf_tokenizer
 from llm_tools.folder import first_line, read_json
 
 from ..config import ConfigError
@@ -55,6 +56,8 @@ def _by_class(folder: Path) -> Any | None:
     """The fast tokenizer of the class that the folder names, None if there is none without code of the folder's own."""
     import transformers
 
+    if gguf_tokenizer.is_built(folder):
+        return None
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception:
