@@ -95,7 +95,7 @@ def served_json(served: Served) -> str:
 
 
 def models_table(served: Sequence[Served]) -> str:
-    """The models as text: a row for each, and a line for each that is not ready and says why."""
+    """The models as text: a row for each, a line for each that is not ready and says why, and what ours have taken."""
     if not served:
         return "the server's repository holds no model\n"
     from rich.console import Console
@@ -112,7 +112,20 @@ def models_table(served: Sequence[Served]) -> str:
         for one in served:
             if one.status.reason and not one.status.ready:
                 _print(console, f"{one.status.name}: {' '.join(one.status.reason.split())}")
+            for line in _taken(one.info or {}):
+                _print(console, f"{one.status.name}: {line}")
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines() if line.strip())
+
+
+def _taken(info: Mapping[str, object]) -> list[str]:
+    """What a model has taken of its machine, and why so much; nothing of one that does not say."""
+    if not info.keys() >= {"threads_from", "kv_cache_from", "weights_form"}:
+        return []
+    return [
+        f"threads: {info.get('threads')} ({info['threads_from']})",
+        f"KV cache: {info.get('kv_tokens')} tokens, {info.get('kv_cache_mib')} MiB ({info['kv_cache_from']})",
+        f"weights: {info.get('weights_mib')} MiB ({info['weights_form']})",
+    ]
 
 
 def bench_report(results: Sequence[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from llm_engine.request import Request, SamplingParams
 from llm_engine.scheduler import Chunk, Plan
 from llm_kernels import native
 from llm_kernels.native import PagedLayout
+from llm_tools.limits import Work
 
 pytestmark = driver.needs_native("bfloat16")
 OPS = torch.ops.tokenstream
@@ -121,6 +123,38 @@ def test_a_model_gives_the_same_bits_in_steps_of_any_size_and_with_any_threads(f
     for sizes in ([1] * 149, [1, 2, 3, 5, 7, 13, 16, 17], [64, 64], [14, 15, 90]):
         for threads in (1, 2):
             assert torch.equal(steps(loaded, ids, sizes, threads), whole)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_weights_are_held_once(tied: bool) -> None:
+    model = _tied(tied)
+    packed = [
+        weakref.ref(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.lm_head
+    ]
+    before = [p.data for p in model.parameters()]  # held, so that no address is given out again
+    loaded = driver.loading.attach(model, tiny_models.tokenizer(), driver.config("bfloat16"), "digest")
+    assert loaded.llama is not None
+    assert [ref() for ref in packed] == [None] * len(packed)
+    left = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    assert {name.split(".")[-2] for name in left} >= {"embed_tokens", "norm", "q_proj"}  # of q_proj the bias
+    assert not any(name.endswith("proj.weight") or name.startswith("lm_head") for name in left)
+    after = {p.data_ptr() for p in model.parameters() if not p.is_meta}
+    assert not after & {tensor.data_ptr() for tensor in before}  # those may lie in a file
+    held = [p for p in model.parameters() if not p.is_meta] + [t for t in loaded.llama.weights if t.dim() == 4]
+    assert loaded.resources.weights_mib == round(sum(t.nbytes for t in held) / 2**20, 1)
+    assert loaded.resources.weights_form == "packed for the native kernels, transformers' copy dropped"
+    assert loaded.vocab_size == tiny_models.vocab_size()
+    twin = driver.loading.attach(
+        _tied(tied), tiny_models.tokenizer(), driver.config("bfloat16", kernels="torch"), "digest"
+    )
+    assert Work.of(loaded).weight_bytes == Work.of(twin).weight_bytes
+
+
+def _tied(tied: bool) -> Any:
+    model = tiny_models.build("qwen2", torch.bfloat16)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
 
 
 def step_arguments(**changed: Any) -> list[Any]:

@@ -70,4 +70,8 @@ def test_models_shows_the_model_and_its_load(server: TritonServer, client: Clien
         text = run("models", "--url", server.grpc_url).stdout
     assert (row["name"], row["ready"], row["info"]["running"]) == ("llm", True, 2)
     assert row["info"] | {"running": 0, "waiting": 0} == client.info().details | {"running": 0, "waiting": 0}
-    assert text.splitlines()[-1].split()[:3] == ["llm", "1", "yes"]
+    _, _, shown, *taken = text.splitlines()
+    assert shown.split()[:3] == ["llm", "1", "yes"]
+    assert [line.split(" ")[:2] for line in taken] == [["llm:", "threads:"], ["llm:", "KV"], ["llm:", "weights:"]]
+    assert row["info"]["kv_cache_mib"] > 0
+    assert row["info"]["threads_from"] in text

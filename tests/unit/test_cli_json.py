@@ -51,6 +51,22 @@ def test_models_are_listed_with_what_they_say_of_themselves(triton: ScriptedTrit
     assert one == {"name": "llm", "version": "1", "ready": True, "state": "READY", "reason": "", "info": INFO}
 
 
+def test_models_say_what_they_have_taken_of_the_machine_and_why(triton: ScriptedTriton) -> None:
+    taken = {
+        **{"threads": 2, "threads_from": "1.5 cores by cpu.max of /sys/fs/cgroup"},
+        **{"kv_tokens": 4096, "kv_cache_mib": 90.0, "kv_cache_from": "what \x1b[2Jfits"},
+        **{"weights_mib": 310.6, "weights_form": "packed"},
+    }
+    triton.script = lambda request, call: iter([token(0, json.dumps(INFO | taken), final=True)])
+    lines = run("models", "--url", triton.url).stdout.splitlines()
+    assert lines[2].split()[0] == "llm"
+    assert lines[3:] == [
+        "llm: threads: 2 (1.5 cores by cpu.max of /sys/fs/cgroup)",
+        "llm: KV cache: 4096 tokens, 90.0 MiB (what [2Jfits)",
+        "llm: weights: 310.6 MiB (packed)",
+    ]
+
+
 def test_a_model_that_cannot_say_anything_of_itself_is_listed_without(triton: ScriptedTriton) -> None:
     triton.script = lambda request, call: iter([failure("unexpected inference input 'operation' for model 'llm'")])
     assert run("models", "--url", triton.url).stdout.splitlines()[-1].split() == ["llm", "1", "yes", *6 * "-"]
