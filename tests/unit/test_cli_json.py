@@ -53,9 +53,13 @@ def test_models_are_listed_with_what_they_say_of_themselves(triton: ScriptedTrit
 
 def test_models_say_what_they_have_taken_of_the_machine_and_why(triton: ScriptedTriton) -> None:
     taken = {
-        **{"threads": 2, "threads_from": "1.5 cores by cpu.max of /sys/fs/cgroup"},
-        **{"kv_tokens": 4096, "kv_cache_mib": 90.0, "kv_cache_from": "what \x1b[2Jfits"},
-        **{"weights_mib": 310.6, "weights_form": "packed"},
+        "threads": 2,
+        "threads_from": "1.5 cores by cpu.max of /sys/fs/cgroup",
+        "kv_tokens": 4096,
+        "kv_cache_mib": 90.0,
+        "kv_cache_from": "what \x1b[2Jfits",
+        "weights_mib": 310.6,
+        "weights_form": "packed",
     }
     triton.script = lambda request, call: iter([token(0, json.dumps(INFO | taken), final=True)])
     lines = run("models", "--url", triton.url).stdout.splitlines()

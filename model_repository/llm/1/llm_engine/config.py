@@ -48,7 +48,8 @@ class EngineConfig:
 
     `model` is a folder, a `.gguf` file, `package://NAME/FILE` or a Hugging Face id. `device` is "cpu" or "cuda".
     `kernels`: "native" are this project's C++ ones, "torch" PyTorch's; "auto" takes the native ones where they run.
-    `threads` are this engine's; 0 takes the machine's cores, divided by `cpu_share`, the number of engines on them.
+    `threads` are this engine's; 0 takes the cores that the process may use, divided by `cpu_share`, the number of
+    engines on them.
     `max_context` and `kv_tokens` are in tokens; `max_step_tokens` bounds the tokens computed in one step.
     `max_queue_size` requests of a priority may wait for a seat, none longer than `max_queue_seconds`.
     """
