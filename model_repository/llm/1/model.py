@@ -130,9 +130,9 @@ class TritonPythonModel:
             text = prompts.decode("input_ids", call.input_ids)
             return self._replies.put(Reply(stream, [string("text_output", text)]))
         if call.text is not None:
-            ids = prompts.text("text_input", call.text)
+            ids = prompts.text("text_input", call.text, call.chat)
         elif call.messages is not None:
-            ids = prompts.messages("messages", call.messages, call.template_time)
+            ids = prompts.messages("messages", call.messages, call.template_time, call.chat)
         else:
             ids = call.input_ids
         if call.operation is Operation.TOKENIZE:

@@ -1,6 +1,7 @@
 """From a client's text or chat messages to prompt token ids, and back for `detokenize`.
 
-Whatever a client can get wrong is a RequestError naming the field. It does not know blocks, nor who else is served.
+Whatever a client can get wrong is a RequestError naming the field. Any thread may call it. It does not know blocks, nor
+who else is served.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
+from chat_options import ChatOptions
+from control_tokens import ControlTokens, Span
 from llm_engine.request import RequestError, check_token_ids, is_unicode
+from chat_template import ChatTemplate
+
+_PLAIN = ChatOptions()
 
 
 class PromptEncoder:
-    """Encodes for one tokenizer. `max_context` is in tokens; `vocab_size` bounds token ids."""
+    """Encodes for one fast tokenizer. `max_context` is in tokens; `vocab_size` bounds token ids."""
 
     def __init__(self, tokenizer: Any, max_context: int, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -21,34 +27,68 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
         self._max_bytes = longest * max_context  # a longer text cannot fit, and need not be tokenized to know it
+        plain, with_tools = _sources(tokenizer)
+        self._controls = ControlTokens(tokenizer, "".join({plain, with_tools}))
+        self._template = ChatTemplate(tokenizer, plain, self._controls) if plain else None
+        self._tool_template = self._template
+        if with_tools != plain:
+            self._tool_template = ChatTemplate(tokenizer, with_tools, self._controls)
 
-    def text(self, field: str, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokenizer's own special tokens where `special`."""
+    def text(self, field: str, text: str, options: ChatOptions = _PLAIN) -> list[int]:
+        """Token ids of `text`, with the tokenizer's own special tokens unless `options` say otherwise."""
+        spelt = [(0, len(text))] if options.parse_special is False else []
+        return self._encode(field, text, spelt, special=options.add_special_tokens is not False)
+
+    def messages(
+        self,
+        field: str,
+        messages: Sequence[Mapping[str, Any]],
+        now: datetime | None = None,
+        options: ChatOptions = _PLAIN,
+    ) -> list[int]:
+        """Token ids of a chat, as `read_messages` gives it, through the model's chat template; `now` is its clock.
+
+        Control tokens that a message spells are plain text, unless `options.parse_special`.
+        """
+        template = self._tool_template if options.tools else self._template
+        if template is None:
+            raise RequestError(f"{field}: this model has no chat template; send text_input instead")
+        last = f"{field}[{len(messages) - 1}]"
+        if options.continue_final_message and messages[-1]["role"] != "assistant":
+            raise RequestError(f"continue_final_message: {last} is of role {messages[-1]['role']!r}, not assistant")
+        if (
+            messages[-1]["role"] == "assistant"
+            and options.add_generation_prompt is options.continue_final_message is None
+        ):
+            raise RequestError(
+                f"{last} is the assistant's: send continue_final_message true to go on with it, "
+                f"or add_generation_prompt true for another turn behind it"
+            )
+        prompt = template.render(messages, options, now or datetime.now().astimezone())
+        return self._encode(field, prompt.text, prompt.spelt, special=options.add_special_tokens is True)
+
+    def decode(self, field: str, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens skipped."""
+        check_token_ids(field, ids, self._vocab_size)
+        return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _encode(self, field: str, text: str, spelt: Sequence[Span], *, special: bool) -> list[int]:
+        """Token ids of `text`; control tokens within the spans `spelt` of it are plain text."""
         if not text:
             raise RequestError(f"{field} is empty; send at least one character")
         if len(text) > self._max_bytes:
             raise RequestError(f"{field} has {len(text)} characters, more than {self._max_context} tokens can hold")
         if not is_unicode(text):
             raise RequestError(f"{field} holds half of a surrogate pair, which is no character")
+        if spelt:
+            return self._controls.encode(text, spelt, special=special)
         return cast(list[int], self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def messages(self, field: str, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
-        """Token ids of a chat, a sequence of {role, content}, through the model's chat template; `now` is its clock."""
-        if not self._tokenizer.chat_template:
-            raise RequestError(f"{field}: this model has no chat template; send text_input instead")
-        clock = now or datetime.now().astimezone()
-        from jinja2.exceptions import TemplateError
 
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, strftime_now=clock.strftime
-            )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RequestError(f"{field}: the model's chat template refuses these messages: {reason}") from None
-        return self.text(field, text, special=False)
-
-    def decode(self, field: str, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens skipped."""
-        check_token_ids(field, ids, self._vocab_size)
-        return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))
+def _sources(tokenizer: Any) -> tuple[str, str]:
+    """The texts of the chat templates for a chat without and with tools, often the same; "" where there is none."""
+    given = tokenizer.chat_template or ""
+    if not isinstance(given, Mapping):
+        return given, given
+    plain = given.get("default", "")
+    return plain, given.get("tool_use", plain)
