@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
+from chat_options import ChatOptions
 from engine import driver, scripted, tiny_models
 from engine.driver import CheckedEngine, serving
 from llm_engine import loading

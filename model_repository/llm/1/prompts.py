@@ -11,9 +11,9 @@ from datetime import datetime
 from typing import Any, cast
 
 from chat_options import ChatOptions
+from chat_template import ChatTemplate
 from control_tokens import ControlTokens, Span
 from llm_engine.request import RequestError, check_token_ids, is_unicode
-from chat_template import ChatTemplate
 
 _PLAIN = ChatOptions()
 
