@@ -7,21 +7,19 @@ refuses is a RequestError. It does not know tokens beside the text that spells t
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 import jinja2
-import jinja2.meta
 
 from chat_options import ChatOptions
 from control_tokens import ControlTokens, Marks, Span
 from llm_engine.request import RequestError
+from template_environment import compiled, variables
 
 Message = Mapping[str, Any]
-_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # transformers' own tag
 _GIVEN = frozenset(
     (
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
@@ -31,6 +29,8 @@ _GIVEN = frozenset(
 )
 _TRUSTED = frozenset({"system", "developer", "assistant"})  # roles whose words are the application's or the model's
 _IDLE: Mapping[str, tuple[Any, ...]] = {"enable_thinking": (False,), "reasoning_effort": ("none",)}
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first or second
+_TAG = "\uf8ff-end-of-the-last-message"
 _LONGEST_REASON = 300
 _FAILURES = (  # whatever a template, which is the model's program, can raise is about the messages that it was given
     *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError),
@@ -50,10 +50,14 @@ class ChatTemplate:
     """One template of a tokenizer; `source` is its text."""
 
     def __init__(self, tokenizer: Any, source: str, controls: ControlTokens) -> None:
-        self._tokenizer = tokenizer
         self._source = source
         self._controls = controls
-        self._variables = _variables(source)
+        self._special: Mapping[str, str] = tokenizer.special_tokens_map
+        try:
+            self._template, self._variables = compiled(source), variables(source)
+        except jinja2.TemplateSyntaxError as error:  # which need not trouble those who send text
+            reason = json.dumps(f"it is broken at line {error.lineno}: {error.message}")
+            self._template, self._variables = compiled(f"{{{{ raise_exception({reason}) }}}}"), frozenset()
         asks: list[Message] = [{"role": "user", "content": "needle-1"}]
         self._wants_parts = not self._prints(asks, "needle-1") and self._prints(_in_parts(asks), "needle-1")
         called: list[Message] = [
@@ -69,8 +73,9 @@ class ChatTemplate:
         """The prompt of `messages`; its control tokens are the template's own unless `options` say otherwise."""
         self._refuse_unread(messages, options)
         fitting = [self._fitted(message) for message in messages]
+        render = self._continued if options.continue_final_message else self._rendered
         if options.parse_special or not self._spells(fitting, options):
-            return Prompt(self._rendered(fitting, options, clock))
+            return Prompt(render(fitting, options, clock))
         marks = Marks.unused_in("".join((self._source, *_strings(fitting), *_strings(_told(options)))))
         fitting = [self._marked(message, marks, trusted=message["role"] in _TRUSTED) for message in fitting]
         marked = replace(
@@ -79,7 +84,7 @@ class ChatTemplate:
             tools=tuple(self._marked(tool, marks, trusted=True) for tool in options.tools),
             documents=tuple(self._marked(document, marks, trusted=False) for document in options.documents),
         )
-        return Prompt(*marks.taken_out(self._rendered(fitting, marked, clock), self._controls.longest))
+        return Prompt(*marks.taken_out(render(fitting, marked, clock), self._controls.longest))
 
     def _fitted(self, message: Message) -> dict[str, Any]:
         """In the form that this template reads."""
@@ -87,8 +92,8 @@ class ChatTemplate:
         if fitted["role"] == "developer" and "developer" not in self._source:
             fitted["role"] = "system"
         content = fitted["content"]
-        if self._wants_parts and isinstance(content, str):
-            fitted["content"] = [{"type": "text", "text": content}]
+        if self._wants_parts and (isinstance(content, str) or not content):
+            fitted["content"] = [{"type": "text", "text": content or ""}]
         elif not self._wants_parts and isinstance(content, list):
             fitted["content"] = "\n".join(part["text"] for part in content)
         return _with_json([fitted])[0] if self._wants_json else fitted
@@ -131,24 +136,40 @@ class ChatTemplate:
         marked: list[Any] = self._marked(list(parts), marks, trusted=trusted)
         return [{**part, "text": part["text"] + marks.end} for part in marked[:-1]] + marked[-1:]
 
+    def _continued(self, messages: Sequence[Message], options: ChatOptions, clock: datetime) -> str:
+        """The prompt up to the end of the last message's text."""
+        last = dict(messages[-1])
+        if isinstance(last["content"], str):
+            said = last["content"]
+            last["content"] = f"{said}{_TAG} "
+        else:
+            *before, part = last["content"]
+            said = part["text"]
+            last["content"] = [*before, {**part, "text": f"{said}{_TAG} "}]
+        text = self._rendered([*messages[:-1], last], options, clock)
+        end = text.rfind(_TAG)
+        if end < 0:
+            raise RequestError(
+                "continue_final_message: the model's chat template leaves out the end of the last message, "
+                "so that nothing can go on with it"
+            )
+        trims = not text.startswith(f"{_TAG} ", end)  # and so would have taken the space off what was said
+        return text[:end].removesuffix(said[len(said.rstrip()) :]) if trims else text[:end]
+
     def _rendered(self, messages: Sequence[Message], options: ChatOptions, clock: datetime) -> str:
         goes_on = bool(options.continue_final_message)
         opens = not goes_on if options.add_generation_prompt is None else options.add_generation_prompt
+        told = {
+            **self._special,
+            **options.template_kwargs,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": list(options.tools) or None,
+            "documents": list(options.documents) or None,
+            "add_generation_prompt": opens,
+            "strftime_now": clock.strftime,
+        }
         try:
-            return cast(
-                str,
-                self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(options.tools) or None,
-                    documents=list(options.documents) or None,
-                    chat_template=self._source,
-                    tokenize=False,
-                    add_generation_prompt=opens,
-                    continue_final_message=goes_on,
-                    strftime_now=clock.strftime,
-                    **options.template_kwargs,
-                ),
-            )
+            return self._template.render(told)
         except _FAILURES as error:
             reason = (str(error).splitlines() or [""])[0][:_LONGEST_REASON] or type(error).__name__
             raise RequestError(f"messages: the model's chat template refuses them: {reason}") from None
@@ -162,18 +183,15 @@ class ChatTemplate:
         return all(needle in text for needle in needles) and "'type': 'text'" not in text
 
 
-def _variables(source: str) -> frozenset[str]:
-    """What a template reads that it does not set; nothing if it is no template at all."""
-    environment = jinja2.Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])  # only parses
-    try:
-        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", source))))
-    except jinja2.TemplateSyntaxError:
-        return frozenset()
-
-
 def _told(options: ChatOptions) -> tuple[Any, ...]:
     """All of `options` that a template may print."""
     return options.template_kwargs, options.tools, options.documents
+
+
+def _with_reasoning(message: Message) -> Message:
+    """With the model's reasoning under the names that templates read, by whichever it was sent."""
+    sent = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if sent is None else {"thinking": sent, **message, "reasoning_content": sent}
 
 
 def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:

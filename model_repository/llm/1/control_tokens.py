@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 Span = tuple[int, int]
+_SPACE = "\u2581"  # as SentencePiece writes it
 _PRIVATE = range(0xE000, 0xF8FF)  # code points without a meaning
 
 
@@ -97,15 +98,20 @@ class ControlTokens:
         return ids
 
     def _plain(self, text: str) -> list[int]:
-        """Token ids of `text` by the tokenizer's pipeline without its added tokens."""
+        """Token ids of `text`, which is not empty, by the tokenizer's pipeline without its added tokens."""
         pipeline = self._tokenizer.backend_tokenizer
         normalized = text if pipeline.normalizer is None else pipeline.normalizer.normalize_str(text)
         words = [normalized]
         if pipeline.pre_tokenizer is not None:
             words = [word for word, _ in pipeline.pre_tokenizer.pre_tokenize_str(normalized)]
-        ids = [cast(int, token.id) for word in words for token in pipeline.model.tokenize(word)]
-        if len(text) > 1 and self._ids.intersection(ids):  # the vocabulary has it as a word, too
-            return self._plain(text[:1]) + self._plain(text[1:])
+        if words and not text[0].isspace():
+            words[0] = words[0].removeprefix(_SPACE)  # it is put before a text, and this is the middle of one
+        return [token for word in words for token in self._word(pipeline.model, word)]
+
+    def _word(self, model: Any, word: str) -> list[int]:
+        ids = [cast(int, token.id) for token in model.tokenize(word)]
+        if len(word) > 1 and self._ids.intersection(ids):  # the vocabulary has the control token as a word, too
+            return [token for character in word for token in self._word(model, character)]
         return ids
 
 
