@@ -25,7 +25,7 @@ class Synonym:
 class Refused:
     """Not done here, for this `reason`, unless the value is one of `neutral`, which ask for nothing.
 
-    Null, and what is empty, ask for nothing under any name.
+    Null, an empty text and an empty list ask for nothing under any name; an empty object may be a schema of any JSON.
     """
 
     reason: str
@@ -34,7 +34,7 @@ class Refused:
     def passes(self, value: Any) -> bool:
         """Whether `value`, or the JSON that it spells, asks for nothing."""
         meant = _spelt(value)
-        if meant is None or (isinstance(meant, str | list | tuple | dict) and not meant):
+        if meant is None or (isinstance(meant, str | list | tuple) and not meant):
             return True
         return any(meant == fine and isinstance(meant, bool) == isinstance(fine, bool) for fine in self.neutral)
 
