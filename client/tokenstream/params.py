@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from .errors import InvalidRequest
 from .timeouts import Timeout
@@ -44,8 +44,30 @@ class Sampling(TypedDict, total=False):
     bad_words: Sequence[str] | None
 
 
-class Options(Sampling, total=False):
-    """Every keyword of `stream`, `generate` and `chat`: sampling, and how this one request travels.
+class Prompting(TypedDict, total=False):
+    """Keywords of `stream`, `generate` and `chat` that say how the prompt is made; docs/requests.md has more.
+
+    `chat_template_kwargs`: variables of the model's chat template, of which `enable_thinking` and `reasoning_effort`
+    may be given alone. `tools` and `documents`: for a template that reads them; `tool_choice` "none" keeps the tools
+    from it. `continue_final_message`: go on with the assistant's last message, instead of opening a turn behind it,
+    which `add_generation_prompt` says. `parse_special`: whether control tokens that a text spells become tokens, which
+    they do in a prompt of text, and not in messages. `add_special_tokens`: whether the tokenizer adds its own.
+    """
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    enable_thinking: bool | None
+    reasoning_effort: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: Literal["auto", "none"] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    parse_special: bool | None
+    add_special_tokens: bool | None
+
+
+class Options(Sampling, Prompting, total=False):
+    """Every keyword of `stream`, `generate` and `chat`: sampling, prompting, and how this one request travels.
 
     `request_id`: what the server logs it under; drawn if it is not given. `priority`: 1 (highest) to 3.
     `cache_salt`: only requests of the same salt share cached prefixes. `timeout`, `retries`, `resume`, `max_resumes`:
@@ -67,6 +89,7 @@ class Options(Sampling, total=False):
 
 Resume = bool | Literal["best_effort"]
 SAMPLING_NAMES = frozenset(Sampling.__annotations__)
+PROMPTING_NAMES = frozenset(Prompting.__annotations__)
 _OPTION_NAMES = frozenset(Options.__annotations__)
 
 
@@ -76,14 +99,15 @@ def draw_seed() -> int:
 
 
 def sampling_json(options: Options, seed: int) -> str:
-    """The wire's JSON object of the sampling among `options`, with `seed` in it whatever the caller gave.
+    """The wire's JSON object of the sampling and prompting among `options`, with `seed` in it whatever the caller gave.
 
     A seed is always sent: an answer whose seed only the server knows could not be resumed on another one.
     Raises TypeError naming an unknown keyword or a value that JSON cannot hold, InvalidRequest for NaN and infinity.
     """
     if unknown := sorted(set(options) - _OPTION_NAMES):
         raise TypeError(f"{unknown[0]!r} is no sampling parameter; known ones are {', '.join(sorted(SAMPLING_NAMES))}")
-    given = {name: value for name, value in options.items() if name in SAMPLING_NAMES and value is not None}
+    names = SAMPLING_NAMES | PROMPTING_NAMES
+    given = {name: value for name, value in options.items() if name in names and value is not None}
     for name, value in given.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequest(f"{name} must be a finite number, got {value}")

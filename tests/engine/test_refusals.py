@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
+from chat_options import ChatOptions
 from engine import driver, scripted, tiny_models
 from engine.driver import CheckedEngine, serving
 from llm_engine import loading
@@ -90,7 +91,7 @@ def test_chat_messages_to_a_model_without_a_template_are_refused() -> None:
 @pytest.mark.parametrize("special", [True, False])
 def test_text_that_is_not_unicode_is_refused(special: bool) -> None:
     with serving(scripted.load()) as engine, pytest.raises(RequestError, match="text_input"):
-        encoder(engine).text("text_input", "half a pair: \ud83d", special=special)
+        encoder(engine).text("text_input", "half a pair: \ud83d", ChatOptions(add_special_tokens=special))
 
 
 def test_a_text_far_longer_than_the_context_is_refused_untokenized() -> None:

@@ -55,7 +55,7 @@ SAMPLING: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": True}, "max_tokens", "integer"),
     ({"min_tokens": -1}, "min_tokens", "at least 0"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most max_tokens (4)"),
-    ({"seed": -1}, "seed", "from 0 to 18446744073709551615"),
+    ({"seed": -2}, "seed", "from 0 to 18446744073709551615"),
     ({"seed": 2**64}, "seed", "from 0 to 18446744073709551615"),
     ({"ignore_eos": "maybe"}, "ignore_eos", "true or false"),
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
@@ -73,7 +73,12 @@ SAMPLING: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"five": 1}}, "logit_bias", "integer"),
     ({"logit_bias": {"99999999": 1}}, "logit_bias", "token ids from 0"),
     ({"logit_bias": [1]}, "logit_bias", "object"),
-    ({"best_of": 2}, "'best_of'", "known ones are"),
+    ({"best_of": 2}, "best_of", "one answer is made per request"),
+    ({"max_new_tokens": 0}, "max_new_tokens", "at least 1"),
+    ({"do_sample": False, "temperature": 0.5}, "do_sample", "contradicts temperature 0.5"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "guided decoding is not done here"),
+    ({"tool_choice": "required"}, "tool_choice", "cannot force a tool call"),
+    ({"enable_thinking": True}, "chat_template_kwargs", "needs messages"),
     ({"temprature": "x" * 5000}, "'temprature'", "known ones are"),
 ]
 
@@ -95,6 +100,8 @@ def test_the_same_bounds_hold_for_single_tensors_and_request_parameters(wire: Wi
 
 GUIDE = "guided_decoding_guide"
 CHAT = '[{"role": "user", "content": "Hi"}]'
+ENDED = CHAT.replace("]", ', {"role": "assistant", "content": "Well"}]')
+CALLING = '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]'
 INPUTS: list[tuple[Any, ...]] = [
     ({"max_tokens": 1}, "exactly one of text_input, messages and input_ids", "none"),
     ({"text_input": "x", "input_ids": [1]}, "exactly one", "text_input and input_ids"),
@@ -118,6 +125,14 @@ INPUTS: list[tuple[Any, ...]] = [
     ({"messages": '["Hi"]'}, "messages[0]", '"role"'),
     ({"messages": '[{"role": "user", "content": 5}]'}, "messages[0].content", "string"),
     ({"messages": '[{"role": "user", "content": [{"type": "image"}]}]'}, "messages[0].content", '"text"'),
+    ({"messages": CALLING}, "messages[0].tool_calls[0].function.arguments", "not valid JSON"),
+    ({"messages": ENDED}, "messages[1]", "continue_final_message true"),
+    ({"messages": CHAT, "continue_final_message": True}, "continue_final_message", "role 'user', not assistant"),
+    ({"messages": CHAT, "tools": '[{"name": "f"}]'}, "tools", "does not read them"),
+    ({"messages": CHAT, "chat_template_kwargs": "{"}, "chat_template_kwargs", "not valid JSON"),
+    ({"messages": CHAT, "chat_template_kwargs": '{"colour": 1}'}, "colour", "does not read this variable"),
+    ({"messages": CHAT, "chat_template_kwargs": '{"a":' * 99 + "1" + "}" * 99}, "chat_template_kwargs", "too deeply"),
+    ({"text_input": "x", "tools": '[{"name": "f"}]'}, "tools", "needs messages"),
     ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "messages", "half a character"),
     ({"messages": "[" * 100_000 + "]" * 100_000}, "messages", "not valid JSON"),
     ({"messages": CHAT, "template_time": "tomorrow"}, "template_time", "ISO 8601"),
@@ -131,8 +146,15 @@ INPUTS: list[tuple[Any, ...]] = [
     ({"input_ids": [10**6], "operation": "detokenize"}, "input_ids", "from 0 to 49151"),
     ({"operation": "tokenize"}, "exactly one", "none"),
     ({"text_input": "x", "exclude_input_in_output": False}, "exclude_input_in_output", "stream false"),
-    ({"text_input": "x", "beam_width": 2}, "beam_width", "must be 1, got 2"),
+    ({"text_input": "x", "beam_width": 2}, "beam_width", "not supported here (got 2)"),
+    ({"text_input": "x", "num_return_sequences": 2}, "num_return_sequences", "not supported here (got 2)"),
+    ({"text_input": "x", "return_context_logits": True}, "return_context_logits", "ask for logprobs"),
     ({"text_input": "x", "guided_decoding_guide_type": "json"}, "guided_decoding_guide_type", "not supported"),
+    ({"text_input": "x", "parameters": {"best_of": 2}}, "best_of", "one answer is made per request"),
+    ({"text_input": "x", "parameters": {"response_format": '{"type": "json_object"}'}}, "response_format", "guided"),
+    ({"text_input": "x", "parameters": {"num_predict": 3, "max_tokens": 4}}, "num_predict", "given twice"),
+    ({"text_input": "x", "parameters": {"stream": False}}, "stream", "an input of its own"),
+    ({"text_input": "x", "parameters": {"max_length": 30}}, "max_length", "send max_tokens"),
     ({"text_input": "x", GUIDE: "{}"}, GUIDE, "not supported"),
     ({"text_input": "x", "parameters": {"llm_priority": 0}}, "llm_priority", "1, 2 or 3"),
     ({"text_input": "x", "parameters": {"llm_priority": "high"}}, "llm_priority", "1, 2 or 3"),

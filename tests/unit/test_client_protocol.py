@@ -8,7 +8,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tokenstream.errors import InternalError, InvalidRequest
-from tokenstream.params import SAMPLING_NAMES, draw_seed, sampling_json
+from tokenstream.params import PROMPTING_NAMES, SAMPLING_NAMES, draw_seed, sampling_json
 from tokenstream.protocol import Begun, Prompt, Question, attempt, generate_request, operation_request, server_info
 from tokenstream.timeouts import Timeout
 from unit.scripted_triton import inputs
@@ -120,6 +120,19 @@ def test_client_and_engine_know_the_same_sampling_parameters():
     from llm_engine.request import SamplingParams
 
     assert {field.name for field in fields(SamplingParams)} == SAMPLING_NAMES
+
+
+def test_client_and_server_know_the_same_of_prompts() -> None:
+    from chat_options import COERCE
+
+    assert COERCE.keys() == PROMPTING_NAMES
+
+
+def test_what_is_said_of_the_prompt_travels_with_the_sampling_so_that_every_attempt_says_it():
+    said = {"chat_template_kwargs": {"a": [1]}, "tools": [{"name": "ä"}], "continue_final_message": False}
+    assert json.loads(sampling_json({**said, "enable_thinking": None}, 3)) == said | {"seed": 3}
+    with pytest.raises(TypeError, match="JSON"):
+        sampling_json({"chat_template_kwargs": {"a": object()}}, 3)
 
 
 def test_server_info_keeps_what_it_does_not_know():

@@ -173,9 +173,9 @@ class TritonPythonModel:
     def _encode(self, call: Call) -> list[int]:
         """The prompt's token ids; and its text, where that opens the answer."""
         if call.text is not None:
-            ids = self._prompts.text("text_input", call.text)
+            ids = self._prompts.text("text_input", call.text, call.chat)
         elif call.messages is not None:
-            ids = self._prompts.messages("messages", call.messages, call.template_time)
+            ids = self._prompts.messages("messages", call.messages, call.template_time, call.chat)
         else:
             ids = call.input_ids
         if not call.exclude_input:

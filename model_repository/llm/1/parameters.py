@@ -1,36 +1,110 @@
-"""Sampling parameters as clients write them: a JSON object whose values may be strings, made into SamplingParams.
+"""Parameters as clients write them, by our names and by others', made into SamplingParams and ChatOptions.
 
-A key that is unknown, or a value of the wrong type or out of range, is a RequestError naming the field.
-It does not know tensors, nor what the parameters do.
+A name that is unknown, a value of the wrong type or out of range, and two that contradict each other are a RequestError
+naming what was sent. It does not know tensors, nor what the parameters do.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import chat_options
+from chat_options import ChatOptions, as_bool
+from foreign_names import FOREIGN, NO_EFFECT, Refused, Synonym
 from llm_engine.request import RequestError, SamplingParams
 
 NAMES = tuple(field.name for field in fields(SamplingParams))
 
 
-def read_parameters(values: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """Return `defaults` (a model's generation_config, say) with `values` in place of theirs; null changes nothing."""
-    for key in values:
-        if key not in NAMES:
-            raise RequestError(f"sampling parameter {key!r} is unknown; known ones are {', '.join(sorted(NAMES))}")
-    coerced = {key: _coerced(key, value) for key, value in values.items() if value is not None}
-    return replace(defaults, **coerced)
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What was sent as `name`, and what it `means`."""
+
+    name: str
+    sent: Any
+    means: Any
 
 
-def _coerced(key: str, value: object) -> Any:
+def is_known(name: str) -> bool:
+    """Whether `read_parameters` takes it: to honour, to refuse, or to pass where it asks for nothing."""
+    return name in _COERCE or name in FOREIGN or name in NO_EFFECT
+
+
+def read_parameters(given: Iterable[tuple[str, Any]], defaults: SamplingParams) -> tuple[SamplingParams, ChatOptions]:
+    """What all of `given`, pairs of name and value, say together; null says nothing.
+
+    What is not given of the sampling is `defaults`', a model's generation_config say. The same may be given twice.
+    """
+    values: dict[str, _Value] = {}
+    for name, value in given:
+        if value is not None and name not in NO_EFFECT:
+            _enter(values, name, value)
+    means = {ours: value.means for ours, value in values.items()}
+    params = replace(defaults, **{name: means[name] for name in NAMES if name in means})
+    return _derived(params, values), chat_options.chat_options(means)
+
+
+def _enter(values: dict[str, _Value], name: str, value: Any) -> None:
+    ours, sent = name, value
+    foreign = FOREIGN.get(name)
+    if isinstance(foreign, Refused):
+        if foreign.passes(value):
+            return
+        raise RequestError(f"{name} is not supported here (got {value!r}): {foreign.reason}")
+    if isinstance(foreign, Synonym):
+        ours, value = foreign.ours, foreign.convert(value)
+    elif name not in _COERCE:
+        known = ", ".join(sorted((*NAMES, *chat_options.COERCE)))
+        raise RequestError(f"sampling parameter {name!r} is unknown; known ones are {known}")
+    if name == "logprobs" and isinstance(value, bool):  # the chat API's: whether, and top_logprobs says how many
+        ours, value = ("return_logprobs", True) if value else ("logprobs", None)
+    means = None if value is None else _meaning(name, ours, value)
+    before = values.setdefault(ours, _Value(name, sent, means))
+    if before.means != means:
+        which = name if before.name == name else f"{before.name}, which is {name},"
+        raise RequestError(f"{which} is given twice with different values: {before.sent!r} and {sent!r}")
+
+
+def _meaning(name: str, ours: str, value: Any) -> Any:
+    """The value of `ours` that was sent as `name`; one that is refused even alone is refused by that name."""
+    means = _coerced(ours, name, value)
+    if ours in NAMES:
+        try:
+            SamplingParams(**{ours: means})
+        except RequestError as error:
+            raise error if name == ours else RequestError(f"{name}: {error}") from None
+    return means
+
+
+def _derived(params: SamplingParams, values: Mapping[str, _Value]) -> SamplingParams:
+    """With what parameters that are none of SamplingParams' ask of it."""
+    changes: dict[str, Any] = {}
+    if "do_sample" in values:
+        draws, warm = values["do_sample"].means, params.temperature > 0
+        if "temperature" in values and draws != warm:
+            temperature = values["temperature"]
+            raise RequestError(
+                f"do_sample {str(draws).lower()} contradicts {temperature.name} {temperature.sent!r}; send one of them"
+            )
+        if draws != warm:
+            changes["temperature"] = 1.0 if draws else 0.0
+    if "return_logprobs" in values and values["return_logprobs"].means and params.logprobs is None:
+        changes["logprobs"] = 0
+    if "end_id" in values:
+        more = [i for i in values["end_id"].means if i not in params.stop_token_ids]
+        changes["stop_token_ids"] = (*params.stop_token_ids, *more)
+    return replace(params, **changes) if changes else params
+
+
+def _coerced(ours: str, name: str, value: object) -> Any:
     try:
-        return _COERCE[key](key, value)
+        return _COERCE[ours](name, value)
     except RecursionError:
-        raise RequestError(f"{key} is nested too deeply") from None
+        raise RequestError(f"{name} is nested too deeply") from None
 
 
 def _as_int(name: str, value: object) -> int:
@@ -55,17 +129,6 @@ def _as_float(name: str, value: object) -> float:
         raise RequestError(f"{name} must be a number, got {value!r}") from None
 
 
-def _as_bool(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).lower()
-    if text in ("true", "1"):
-        return True
-    if text in ("false", "0"):
-        return False
-    raise RequestError(f"{name} must be true or false, got {value!r}")
-
-
 def _as_strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
@@ -78,6 +141,18 @@ def _as_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise RequestError(f"{name} must be a list of token ids, got {value!r}")
     return tuple(_as_int(name, v) for v in value)
+
+
+def _as_ends(name: str, value: object) -> tuple[int, ...]:
+    """One id or several; -1 is TensorRT-LLM's "none"."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    return tuple(i for i in (_as_int(name, v) for v in ids) if i >= 0)
+
+
+def _as_seed(name: str, value: object) -> int | None:
+    """-1 asks for one to be drawn, as nothing does."""
+    seed = _as_int(name, value)
+    return None if seed == -1 else seed
 
 
 def _as_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
@@ -101,13 +176,17 @@ _COERCE: Mapping[str, Callable[[str, object], Any]] = {
     "repetition_penalty": _as_float,
     "presence_penalty": _as_float,
     "frequency_penalty": _as_float,
-    "seed": _as_int,
+    "seed": _as_seed,
     "stop": _as_strings,
     "stop_token_ids": _as_ids,
-    "ignore_eos": _as_bool,
-    "include_stop_str_in_output": _as_bool,
-    "skip_special_tokens": _as_bool,
+    "ignore_eos": as_bool,
+    "include_stop_str_in_output": as_bool,
+    "skip_special_tokens": as_bool,
     "logprobs": _as_int,
     "logit_bias": _as_bias,
     "bad_words": _as_strings,
+    "do_sample": as_bool,
+    "return_logprobs": as_bool,
+    "end_id": _as_ends,
+    **chat_options.COERCE,
 }

@@ -1,6 +1,7 @@
 """From a client's text or chat messages to prompt token ids, and back for `detokenize`.
 
-Whatever a client can get wrong is a RequestError naming the field. It does not know blocks, nor who else is served.
+Whatever a client can get wrong is a RequestError naming the field. Any thread may call it. It does not know blocks, nor
+who else is served.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
+from chat_options import ChatOptions
+from chat_template import ChatTemplate
+from control_tokens import ControlTokens, Span
 from llm_engine.request import RequestError, check_token_ids, is_unicode
 from llm_engine.text import backend
 
@@ -18,9 +22,11 @@ ESCAPED = 6  # bytes that JSON may take for one: \u0041
 OTHER_BYTES = 2**20  # of whatever comes beside a prompt
 SAMPLE_TOKENS = 1000
 
+_PLAIN = ChatOptions()
+
 
 class PromptEncoder:
-    """Encodes for one tokenizer. `max_context` is in tokens; `embedding_size` bounds token ids."""
+    """Encodes for one fast tokenizer. `max_context` is in tokens; `embedding_size` bounds token ids."""
 
     def __init__(self, tokenizer: Any, max_context: int, embedding_size: int) -> None:
         self._tokenizer = tokenizer
@@ -29,40 +35,50 @@ class PromptEncoder:
         self._backend = self._proven_backend()
         longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
         self._max_bytes = longest * max_context  # a longer text cannot fit, and need not be tokenized to know it
+        plain, with_tools = _sources(tokenizer)
+        self._controls = ControlTokens(tokenizer, "".join({plain, with_tools}))
+        self._template = ChatTemplate(tokenizer, plain, self._controls) if plain else None
+        self._tool_template = self._template
+        if with_tools != plain:
+            self._tool_template = ChatTemplate(tokenizer, with_tools, self._controls)
 
     def check_size(self, size: int) -> None:
         """Refuse a request of more bytes than any that fits can have, before anybody reads them."""
         if size > (most := ESCAPED * self._max_bytes + OTHER_BYTES):
             raise RequestError(f"the request has {size} bytes; at most {most} can fit a context of {self._max_context}")
 
-    def text(self, field: str, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokenizer's own special tokens where `special`."""
-        if not text:
-            raise RequestError(f"{field} is empty; send at least one character")
-        if len(text) > self._max_bytes:
-            raise RequestError(f"{field} has {len(text)} characters, more than {self._max_context} tokens can hold")
-        if not is_unicode(text):
-            raise RequestError(f"{field} holds half of a surrogate pair, which is no character")
-        if self._backend is not None:
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
-            return encoding.ids
-        return cast(list[int], self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    def text(self, field: str, text: str, options: ChatOptions = _PLAIN) -> list[int]:
+        """Token ids of `text`, with the tokenizer's own special tokens unless `options` say otherwise."""
+        spelt = [(0, len(text))] if options.parse_special is False else []
+        return self._encode(field, text, spelt, special=options.add_special_tokens is not False)
 
-    def messages(self, field: str, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
-        """Token ids of a chat, a sequence of {role, content}, through the model's chat template; `now` is its clock."""
-        if not self._tokenizer.chat_template:
+    def messages(
+        self,
+        field: str,
+        messages: Sequence[Mapping[str, Any]],
+        now: datetime | None = None,
+        options: ChatOptions = _PLAIN,
+    ) -> list[int]:
+        """Token ids of a chat, as `read_messages` gives it, through the model's chat template; `now` is its clock.
+
+        Control tokens that a message spells are plain text, unless `options.parse_special`.
+        """
+        template = self._tool_template if options.tools else self._template
+        if template is None:
             raise RequestError(f"{field}: this model has no chat template; send text_input instead")
-        clock = now or datetime.now().astimezone()
-        from jinja2.exceptions import TemplateError
-
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, strftime_now=clock.strftime
+        last = f"{field}[{len(messages) - 1}]"
+        if options.continue_final_message and messages[-1]["role"] != "assistant":
+            raise RequestError(f"continue_final_message: {last} is of role {messages[-1]['role']!r}, not assistant")
+        if (
+            messages[-1]["role"] == "assistant"
+            and options.add_generation_prompt is options.continue_final_message is None
+        ):
+            raise RequestError(
+                f"{last} is the assistant's: send continue_final_message true to go on with it, "
+                f"or add_generation_prompt true for another turn behind it"
             )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RequestError(f"{field}: the model's chat template refuses these messages: {reason}") from None
-        return self.text(field, text, special=False)
+        prompt = template.render(messages, options, now or datetime.now().astimezone())
+        return self._encode(field, prompt.text, prompt.spelt, special=options.add_special_tokens is True)
 
     def decode(self, field: str, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens skipped."""
@@ -71,6 +87,21 @@ class PromptEncoder:
             (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=True)
             return text
         return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _encode(self, field: str, text: str, spelt: Sequence[Span], *, special: bool) -> list[int]:
+        """Token ids of `text`; control tokens within the spans `spelt` of it are plain text."""
+        if not text:
+            raise RequestError(f"{field} is empty; send at least one character")
+        if len(text) > self._max_bytes:
+            raise RequestError(f"{field} has {len(text)} characters, more than {self._max_context} tokens can hold")
+        if not is_unicode(text):
+            raise RequestError(f"{field} holds half of a surrogate pair, which is no character")
+        if spelt:
+            return self._controls.encode(text, spelt, special=special)
+        if self._backend is not None:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+            return encoding.ids
+        return cast(list[int], self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _proven_backend(self) -> Tokenizer | None:
         """What encodes a text as the tokenizer does, in half its time and without the interpreter's lock; or None.
@@ -84,3 +115,12 @@ class PromptEncoder:
         ids = self._tokenizer(sample, verbose=False)["input_ids"]  # first, for it also ends what the file truncates
         (encoding,) = found.encode_batch_fast([sample])
         return found if encoding.ids == ids else None
+
+
+def _sources(tokenizer: Any) -> tuple[str, str]:
+    """The texts of the chat templates for a chat without and with tools, often the same; "" where there is none."""
+    given = tokenizer.chat_template or ""
+    if not isinstance(given, Mapping):
+        return given, given
+    plain = given.get("default", "")
+    return plain, given.get("tool_use", plain)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
 from enum import Enum
@@ -16,27 +16,20 @@ from typing import Any, cast
 
 import numpy as np
 
+from chat_options import COERCE, ChatOptions
 from llm_engine.request import RequestError, SamplingParams, is_unicode
-from parameters import NAMES, read_parameters
+from messages import read_messages, refuse_half_characters
+from parameters import NAMES, is_known, read_parameters
 
-_SAMPLING_TENSORS = {
-    "max_tokens": "max_tokens",
-    "min_tokens": "min_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "seed": "seed",
-    "ignore_eos": "ignore_eos",
-    "stop_words": "stop",
-    "bad_words": "bad_words",
-    "stop_token_ids": "stop_token_ids",
-}
-_REQUEST_PARAMETERS = frozenset({*NAMES, *_SAMPLING_TENSORS, "llm_priority", "cache_salt", "timeout", "priority"})
-_GUIDES = ("guided_decoding_guide_type", "guided_decoding_guide")
+_LISTS = frozenset({"stop_words", "bad_words", "stop_token_ids"})  # inputs of several elements
+_OWN_INPUTS = frozenset(
+    (
+        *("text_input", "messages", "input_ids", "sampling_parameters", "operation", "stream"),
+        *("exclude_input_in_output", "resume_token_ids", "resume_fingerprint", "template_time"),
+    )
+)
+_OWN_PARAMETERS = frozenset({"llm_priority", "cache_salt", "timeout", "priority"})
+_NEARLY = tuple({*NAMES, *COERCE, *_LISTS, *_OWN_PARAMETERS})
 MAX_ID_BYTES = 256
 _MAX_SALT_BYTES = 1024
 _MAX_TIMEOUT = 2**64 - 1  # microseconds: Triton's own are 64 bits
@@ -62,6 +55,7 @@ class Call:
     messages: list[dict[str, Any]] | None = None
     input_ids: list[int] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     stream: bool = True
     exclude_input: bool = True
     echo: str | None = None  # the prompt's text, where it opens the answer
@@ -94,7 +88,9 @@ def read_call(request: Any, request_id: str, defaults: SamplingParams) -> Call:
         known = ", ".join(o.value for o in Operation)
         raise RequestError(f"operation must be one of {known}, got {operation!r}") from None
     _read_prompt(call, inputs)
-    call.params = _read_params(inputs, parameters, defaults)
+    call.params, call.chat = read_parameters(_parameters(inputs, parameters), defaults)
+    if call.messages is None:
+        call.chat.refuse_without_messages()
     call.stream = _one(inputs, "stream", bool) is not False
     call.exclude_input = _one(inputs, "exclude_input_in_output", bool) is not False
     if call.stream and not call.exclude_input:
@@ -105,13 +101,15 @@ def read_call(request: Any, request_id: str, defaults: SamplingParams) -> Call:
     call.priority = _priority(parameters.get("llm_priority", 2))
     call.cache_salt = _salt(parameters.get("cache_salt"))
     call.timeout_seconds = _timeout(request.timeout() or parameters.get("timeout"))
-    _refuse_misspelt(parameters)
     return call
 
 
 def _read_prompt(call: Call, inputs: dict[str, Any]) -> None:
     call.text = _one(inputs, "text_input", _text)
-    call.messages = _read_messages("messages", _one(inputs, "messages", _text))
+    messages = _one(inputs, "messages", _text)
+    if messages is not None:
+        refuse_half_characters("messages", messages)
+        call.messages = read_messages("messages", messages)
     ids = _many(inputs, "input_ids", int)
     given = [
         n for n, v in (("text_input", call.text), ("messages", call.messages), ("input_ids", ids)) if v is not None
@@ -129,35 +127,6 @@ def _read_prompt(call: Call, inputs: dict[str, Any]) -> None:
         raise RequestError("input_ids is empty; send at least one token id")
 
 
-def _read_messages(field: str, payload: str | None) -> list[dict[str, Any]] | None:
-    if payload is None:
-        return None
-    _refuse_half_characters(field, payload)
-    try:
-        messages = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{field} is not valid JSON: {error}") from None
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(f"{field} must be a JSON array with at least one message")
-    return [_read_message(f"{field}[{i}]", message) for i, message in enumerate(messages)]
-
-
-def _read_message(field: str, message: object) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(f'{field} must be an object like {{"role": "user", "content": "..."}}')
-    content = message.get("content")
-    if isinstance(content, list):  # OpenAI's parts
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise RequestError(f'{field}.content may hold only parts of type "text"')
-        content = "".join(cast(list[str], parts))
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        raise RequestError(f"{field}.content must be a string")
-    return {**message, "content": content}
-
-
 def _read_time(text: str | None) -> datetime | None:
     if not text:
         return None
@@ -167,59 +136,34 @@ def _read_time(text: str | None) -> datetime | None:
         raise RequestError(f"template_time must be an ISO 8601 time, got {text!r}") from None
 
 
-def _read_params(inputs: dict[str, Any], parameters: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """Merge the JSON object, the single tensors and Triton's request parameters; a contradiction is refused."""
-    values = _json_object("sampling_parameters", _one(inputs, "sampling_parameters", _text))
-    read_parameters(values, defaults)  # its own faults are told before contradictions
-    for source in (_single_tensors(inputs), {k: v for k, v in parameters.items() if k in NAMES}):
-        for name, value in source.items():
-            if name in values and _alone(name, value) != _alone(name, values[name]):
-                raise RequestError(f"{name} is given twice with different values: {values[name]!r} and {value!r}")
-            values[name] = value
-    return _read_foreign(inputs, read_parameters(values, defaults))
+def _parameters(inputs: dict[str, Any], parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All that is said by name: in the JSON object, as inputs of their own, and as Triton's request parameters.
 
-
-def _alone(name: str, value: Any) -> Any:
-    """What a parameter means by itself."""
-    return getattr(read_parameters({name: value}, SamplingParams()), name)
-
-
-def _single_tensors(inputs: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for tensor, name in _SAMPLING_TENSORS.items():
-        if tensor not in inputs:
+    A request parameter of another name may be a proxy's and means nothing here, unless it is nearly a right one.
+    """
+    yield from _json_object("sampling_parameters", _one(inputs, "sampling_parameters", _text)).items()
+    for name in inputs:
+        if name in _OWN_INPUTS:
             continue
-        if tensor in ("stop_words", "bad_words"):
-            # Clients of other backends send [""] for "none".
-            found[name] = [word for word in _many(inputs, tensor, _text) or [] if word]
-        elif tensor == "stop_token_ids":
-            found[name] = _many(inputs, tensor, int)
-        else:
-            found[name] = _one(inputs, tensor, _scalar)
-    return found
-
-
-def _read_foreign(inputs: dict[str, Any], params: SamplingParams) -> SamplingParams:
-    """Inputs that TensorRT-LLM-shaped clients send."""
-    for name in _GUIDES:
-        if _one(inputs, name, _text):
-            raise RequestError(f"{name} is not supported by this server")
-    beams = _one(inputs, "beam_width", int)
-    if beams not in (None, 1):
-        raise RequestError(f"beam_width must be 1, got {beams}")
-    end = _one(inputs, "end_id", int)
-    if end is not None and end >= 0 and end not in params.stop_token_ids:
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
-    asked = _one(inputs, "return_logprobs", bool) or _one(inputs, "return_log_probs", bool)
-    if asked and params.logprobs is None:
-        params = replace(params, logprobs=0)
-    return params
+        if name not in _LISTS:
+            yield name, _one(inputs, name, _scalar)
+        elif name == "stop_token_ids":
+            yield name, _many(inputs, name, int)
+        else:  # clients of other backends send [""] for "none"
+            yield name, [word for word in _many(inputs, name, _text) or [] if word]
+    for name, value in parameters.items():
+        if is_known(name):
+            yield name, value
+        elif name in _OWN_PARAMETERS or name.startswith("triton_"):
+            continue
+        elif near := get_close_matches(name, _NEARLY, 1, 0.85):
+            raise RequestError(f"parameter {name!r} is unknown; did you mean {near[0]!r}?")
 
 
 def _json_object(name: str, text: str | None) -> dict[str, Any]:
     if not text:
         return {}
-    _refuse_half_characters(name, text)
+    refuse_half_characters(name, text)
     try:
         value = json.loads(text, parse_int=lambda digits: int(digits[:_MAX_DIGITS]))  # still beyond every bound
     except (ValueError, RecursionError) as error:
@@ -227,19 +171,6 @@ def _json_object(name: str, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be a JSON object, got {type(value).__name__}")
     return {key: item for key, item in value.items() if item is not None}
-
-
-def _refuse_half_characters(name: str, text: str) -> None:
-    """Refuse JSON whose escapes spell a lone surrogate: no tokenizer takes it, and no answer could repeat it."""
-    if "\\ud" not in text.lower():
-        return
-    try:
-        json.dumps(json.loads(text), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise RequestError(f"{name} holds half a character (lone surrogate) {half}") from None
-    except (ValueError, RecursionError):
-        return  # not JSON: whoever reads it says so
 
 
 def _timeout(microseconds: Any) -> float:
@@ -265,13 +196,6 @@ def _salt(value: Any) -> str:
     if (size := len(salt.encode())) > _MAX_SALT_BYTES:
         raise RequestError(f"cache_salt may have at most {_MAX_SALT_BYTES} bytes, got {size}")
     return salt
-
-
-def _refuse_misspelt(parameters: dict[str, Any]) -> None:
-    """Refuse what nearly has a parameter's name; other names may be a proxy's, and mean nothing here."""
-    for name in parameters:
-        if name not in _REQUEST_PARAMETERS and (near := get_close_matches(name, _REQUEST_PARAMETERS, 1, 0.85)):
-            raise RequestError(f"parameter {name!r} is unknown; did you mean {near[0]!r}?")
 
 
 def _priority(value: Any) -> int:
@@ -306,7 +230,9 @@ def _one(inputs: dict[str, Any], name: str, convert: Callable[..., Any]) -> Any:
     return values[0]
 
 
-def _scalar(value: np.generic) -> Any:
+def _scalar(value: np.generic | bytes) -> Any:
+    if isinstance(value, bytes):
+        return value.decode()
     return float(str(value)) if isinstance(value, np.floating) else value.item()  # FP32 0.9 is 0.9, not 0.89999998
 
 
