@@ -154,3 +154,11 @@ def test_a_clock_that_no_answer_can_meet_is_refused_by_name(seconds):
 def test_a_number_that_json_cannot_hold_is_refused_by_name(value):
     with pytest.raises(InvalidRequest, match="temperature must be a finite number"):
         sampling_json({"temperature": value}, 1)
+
+
+@pytest.mark.parametrize("name", ["seed", "stop_token_ids", "logit_bias"])
+def test_an_integer_of_more_digits_than_are_ever_read_is_refused_by_name(name):
+    value = {"seed": 10**5000, "stop_token_ids": [10**5000], "logit_bias": {1: 10**5000}}[name]
+    with pytest.raises(InvalidRequest, match=f"{name} holds too long an integer"):
+        sampling_json({name: value}, value if name == "seed" else 7)
+    assert '"seed": 1000' in sampling_json({"seed": 10**400}, 10**400)  # the server knows its bounds
