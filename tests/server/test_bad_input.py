@@ -163,7 +163,7 @@ INPUTS: list[tuple[Any, ...]] = [
     ({"text_input": "x", "parameters": {"max_length": 30}}, "max_length", "send max_tokens"),
     ({"text_input": "x", GUIDE: "{}"}, GUIDE, "not supported"),
     ({"text_input": "x", "parameters": {"cache_salt": "x" * 1025}}, "cache_salt", "at most 1024 bytes, got 1025"),
-    ({"text_input": "x", "sampling_parameters": f'{{"seed": {"9" * 5000}}}'}, "seed", "an integer of some 4300 digits"),
+    ({"text_input": "x", "sampling_parameters": f'{{"seed": {"1" * 5000}}}'}, "seed", "an integer of some 4300 digits"),
     ({"text_input": "x", "parameters": {"llm_priority": 0}}, "llm_priority", "1, 2 or 3"),
     ({"text_input": "x", "parameters": {"llm_priority": "high"}}, "llm_priority", "1, 2 or 3"),
     ({"text_input": "x", "resume_token_ids": [49152]}, "resume_token_ids", "from 0 to 49151"),
