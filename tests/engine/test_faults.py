@@ -298,3 +298,20 @@ def test_a_fault_that_is_nobodys_ends_all_that_live_once_and_the_engine_goes_on(
         engine.begin()
         assert [answer.wait().code for answer in answers] == [Code.INTERNAL] * 4
         check(engine.ask([5, 6], PARAMS))
+
+
+@pytest.mark.parametrize("place", ["admit", "launch", "collect", "sample"])
+def test_a_lost_device_is_noticed_wherever_it_shows_and_is_no_requests_own_fault(place: str) -> None:
+    def lost(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with serving(scripted.load(), begin=False) as engine:
+        runner: Any = engine._runner
+        setattr(runner._sampler if place == "sample" else runner, place, lost)
+        answers = [engine.ask(tiny_models.prompt(9 + i), PARAMS) for i in range(3)]
+        engine.begin()
+        for answer in answers:
+            assert answer.wait().code == Code.INTERNAL
+            assert answer.last.error
+            assert not answer.last.error.own_fault
+        assert engine.device_lost

@@ -103,7 +103,8 @@ class Engine:
         """Accept a request; `emit` gets lists of its deltas on the engine thread, the last one terminal.
 
         Raises RequestError, and emits nothing, if it is refused: an id outside the vocabulary, a prompt that cannot
-        fit, a fingerprint that differs, a full queue, an engine that drains or is closed.
+        fit, a fingerprint that differs, a full queue, an engine that drains or is closed; or, INTERNAL, if the work of
+        accepting it fails.
         """
         request.emit = emit
         try:

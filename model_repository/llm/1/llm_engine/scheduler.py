@@ -242,9 +242,9 @@ class Scheduler:
         insort(self.running, request, key=_rank)
 
     def _vacate(self, request: Request) -> None:
-        self.pool.release(request.blocks)
         heappush(self._seats, request.seat)
         request.seat = -1
+        self.pool.release(request.blocks)
 
     def _count_overtaken(self, admitted: Request) -> None:
         """Count the admission against every older request that still waits, and put those over the limit in front."""
