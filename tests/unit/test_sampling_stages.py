@@ -185,12 +185,12 @@ def test_logit_bias_is_added_before_all_else() -> None:
     assert sample(sampler, logits, [0]).tokens == 2
 
 
-def test_rules_and_prompt_tokens_without_a_logit_change_nothing() -> None:
-    """A tokenizer may know more tokens than the head has rows."""
+def test_prompt_tokens_without_a_logit_change_nothing_but_what_stands_behind_them() -> None:
+    """An embedding may have more rows than the head."""
     logits = torch.tensor([[0.0, 0.5, 1.0, 3.0]])
     sampler = Sampler(1, 4, CPU)
-    params = SamplingParams(temperature=0.0, min_tokens=2, repetition_penalty=2.0, logit_bias=((4, 1.0),))
-    admit(sampler, 0, params, tokens=[9, 3], eos=(7,), bad_words=((5,), (3, 8), (9, 3, 3)))
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
+    admit(sampler, 0, params, tokens=[9, 4, 3], prompt_len=2, bad_words=((4, 3, 3),))
     assert [int(sample(sampler, logits, [0], p).tokens) for p in (1, 2)] == [2, 3]  # 3 would complete a word at first
 
 

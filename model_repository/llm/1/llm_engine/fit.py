@@ -34,7 +34,8 @@ def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int, emb
     check_token_ids("input_ids", request.prompt_ids, embedding_size)
     check_token_ids("resume_token_ids", request.resume_token_ids, vocab_size)
     request.params.check_vocabulary(vocab_size)
-    request.bad_words_ids = _bad_words(request.params.bad_words, tokenizer)
+    words = _bad_words(request.params.bad_words, tokenizer)
+    request.bad_words_ids = tuple(ids for ids in words if ids[-1] < vocab_size)  # the others are never written so
 
 
 def hidden_stops(tokenizer: Any, params: SamplingParams) -> dict[int, str]:

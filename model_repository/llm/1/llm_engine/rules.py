@@ -36,31 +36,21 @@ class RuleList:
 
     @classmethod
     def of(
-        cls,
-        params: SamplingParams,
-        eos_token_ids: Sequence[int],
-        bad_words_ids: Sequence[tuple[int, ...]],
-        vocab_size: int,
+        cls, params: SamplingParams, eos_token_ids: Sequence[int], bad_words_ids: Sequence[tuple[int, ...]]
     ) -> RuleList:
-        """The rules of `params`: until `min_tokens` its stop token ids are banned, and EOS unless that is ignored.
-
-        A token that is not below `vocab_size` has no logit, is never drawn, and needs no rule.
-        """
+        """The rules of `params`: until `min_tokens` its stop token ids are banned, and EOS unless that is ignored."""
         biases: dict[int, float] = {}
         for token, bias in params.logit_bias:
-            if token < vocab_size:
-                biases[token] = biases.get(token, 0.0) + bias
-        words = [word for word in bad_words_ids if word[-1] < vocab_size]
-        single = [word[0] for word in words if len(word) == 1]
+            biases[token] = biases.get(token, 0.0) + bias
+        single = [word[0] for word in bad_words_ids if len(word) == 1]
         ends: list[int] = []
         if params.min_tokens:
-            named = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-            ends = sorted(token for token in named if token < vocab_size)
+            ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
         return cls(
             [*biases, *single, *ends],
             [*biases.values(), *[-torch.inf] * (len(single) + len(ends))],
             [_ALWAYS] * (len(biases) + len(single)) + [params.min_tokens] * len(ends),
-            [word for word in words if len(word) > 1],
+            [word for word in bad_words_ids if len(word) > 1],
         )
 
     def __bool__(self) -> bool:

@@ -71,9 +71,8 @@ class Runner:
 
     def admit(self, request: Request) -> None:
         """Write the state of the seat that `request` has just been given."""
-        self._sampler.admit(
-            request.seat, request, eos_token_ids=self.loaded.eos_token_ids, bad_words_ids=request.bad_words_ids
-        )
+        eos = tuple(token for token in self.loaded.eos_token_ids if token < self.loaded.vocab_size)
+        self._sampler.admit(request.seat, request, eos_token_ids=eos, bad_words_ids=request.bad_words_ids)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlight:

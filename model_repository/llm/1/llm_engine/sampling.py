@@ -77,7 +77,8 @@ def row_max(scores: Tensor) -> tuple[Tensor, Tensor]:
 class Sampler:
     """Sampling state of `seats` seats over a vocabulary of `vocab_size` tokens, on `device`.
 
-    `admit` fills a seat from a request, resumed or preempted ones included; `sample` draws for any of the seats.
+    `admit` fills a seat from a request, resumed or preempted ones included; `sample` draws for any of the seats. Of
+    all token ids only those of prompts may reach beyond the vocabulary, where an embedding has more rows than the head.
     Tables for penalties and rules are made when the first request wants them. `row_max` finds each row's largest.
     """
 
@@ -102,14 +103,14 @@ class Sampler:
         """Prepare `seat` for `request`, whose `tokens` must hold every token drawn so far.
 
         `bad_words_ids` holds each forbidden word as non-empty token ids: its last token is banned behind the others.
-        Until `min_tokens` the stop token ids are banned, and `eos_token_ids` unless EOS is ignored anyway. Tokens that
-        have no logit are never drawn, and need no rule.
+        Until `min_tokens` the stop token ids are banned, and `eos_token_ids` unless EOS is ignored anyway.
         """
         params = request.params
-        rules = RuleList.of(params, eos_token_ids, bad_words_ids, self._vocab_size)
+        rules = RuleList.of(params, eos_token_ids, bad_words_ids)
         draws = params.temperature >= _GREEDY_BELOW
         temperature = params.temperature if draws else 1.0
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        real = (temperature, params.top_p, params.min_p, *penalties)
         wants = _Wants(
             draws=draws,
             top_k=params.top_k if 0 < params.top_k < self._vocab_size else 0,
@@ -190,7 +191,6 @@ class Sampler:
         """Draw one token per row, of rows that all draw and that all want top-k or all do not: int64 [n].
 
         The largest of log weight + Gumbel noise is the largest of weight / exponential noise, with one logarithm less.
-        As in vLLM, top-p takes its share of what min-p and top-k leave, whose order does not matter.
         """
         temperature, top_p, min_p = self._real[seat_index, :3, None].unbind(dim=1)
         weights = (scores.float() - peak[:, None]).div_(temperature).exp_()  # the likeliest weighs exactly 1
@@ -202,7 +202,7 @@ class Sampler:
             weights = weights.masked_fill(rank >= self._top_k[seat_index, None], 0.0)
         if any(w.min_p for w in wants):
             weights = weights.masked_fill(weights < min_p, 0.0)
-        if any(w.top_p for w in wants):
+        if any(w.top_p for w in wants):  # as in vLLM, of what min-p and top-k leave
             kept = _nucleus(weights, top_p) if ids is None else _nucleus_of_sorted(weights, top_p)
             weights = weights.masked_fill(~kept & (top_p < 1.0), 0.0)
         noise = _exponential(self._seed[seat_index], positions, self._ids if ids is None else ids.int())
