@@ -72,7 +72,7 @@ class Open(Metrics):
 
 def into_metrics(name: str) -> Callable[[Any, Request, Fault], None]:
     def inject(engine: Any, victim: Request, fault: Fault) -> None:
-        engine.metrics = Open()
+        engine.metrics = engine._endings.metrics = Open()
         wrap(engine.metrics, name, fault, lambda request, *_: request is victim)
 
     return inject

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -23,10 +23,11 @@ from .blocks import BlockPool
 from .config import EngineConfig
 from .deltas import delta
 from .door import Door
+from .endings import Endings, internal
 from .loading import LoadedModel
-from .metrics import Metrics, Outcome
+from .metrics import Metrics
 from .request import Code, Delta, Emit, FinishReason, Request, RequestError, SamplingParams, Status
-from .runner import Drawn, InFlight, Runner, is_device_lost
+from .runner import Drawn, InFlight, Runner
 from .scheduler import Chunk, Scheduler
 
 STALL_SECONDS = 5.0
@@ -87,7 +88,7 @@ class Engine:
         )
         self._door = Door(self.config.max_sequences, self.config.max_queue_size)
         self._drain_deadline = math.inf
-        self.device_lost = False  # a step failed in such a way that only a new process can help
+        self._endings = Endings(self._scheduler, self._door, self.metrics, self._loaded.exact)
         self._inbox: SimpleQueue[Request | _Ended | _Entered | _Cancel | _Drain | _Close] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -116,10 +117,10 @@ class Engine:
         except Exception as error:
             log.exception("request %s could not be accepted", request.id)
             self.metrics.count_ended("failed")
-            raise _internal("the request could not be accepted", error, own_fault=True) from None
+            raise internal("the request could not be accepted", error, own_fault=True) from None
         if ended is not None:
             self.metrics.count_finished(request, ended, time.monotonic())
-            self._hand_out(emit, [delta(request, "", self._loaded.exact, finish_reason=ended)])
+            self._endings.hand_out(emit, [delta(request, "", self._loaded.exact, finish_reason=ended)])
             return
         self._inbox.put(request)
 
@@ -153,7 +154,7 @@ class Engine:
             end = error
         except Exception as error:
             log.exception("request %s could not be prepared", request.id)
-            end = _internal("the request could not be prepared", error, own_fault=True)
+            end = internal("the request could not be prepared", error, own_fault=True)
         self._inbox.put(request if end is None else _Ended(request, end))
 
     def cancel(self, request_id: str) -> None:
@@ -181,6 +182,11 @@ class Engine:
         """Whether the engine has work and has finished no step for longer than any step may take here."""
         return bool(self._door.live) and time.monotonic() - self.heartbeat > self._longest_step
 
+    @property
+    def device_lost(self) -> bool:
+        """Whether a step failed in such a way that only a new process can help."""
+        return self._endings.device_lost
+
     def info(self) -> dict[str, Any]:
         """What a client may want to know before it sends anything: the model, its limits, and how full it is."""
         return {**self._loaded.info(), **self._door.occupancy()}
@@ -206,11 +212,11 @@ class Engine:
                 in_flight = self._turn(in_flight, started)
             except Exception as error:  # the fault of no request that is known: all of them end, the engine never does
                 log.exception("a turn failed")
-                self._fail(error, "the engine failed", self._door.live.values())
+                self._endings.fail(error, "the engine failed", self._door.live.values())
                 in_flight = None
             self._end_turn(started, stepped=self.metrics.steps > steps)
         for request in list(self._door.live.values()):
-            self._end(request, "failed", RequestError("the engine was closed", Code.UNAVAILABLE))
+            self._endings.end(request, "failed", RequestError("the engine was closed", Code.UNAVAILABLE))
 
     def _turn(self, in_flight: InFlight | None, now: float) -> InFlight | None:
         """Launch a step and hand out what the one before it drew; return the step that is in flight now."""
@@ -237,7 +243,9 @@ class Engine:
                         return False
                     case _Cancel():
                         if request := self._door.live.get(message.request_id):
-                            self._end(request, "cancelled", RequestError("the request was cancelled", Code.CANCELLED))
+                            self._endings.end(
+                                request, "cancelled", RequestError("the request was cancelled", Code.CANCELLED)
+                            )
                     case _Drain():
                         self._drain_deadline = min(self._drain_deadline, message.deadline)
                     case _Ended() if message.request.status is not Status.FINISHED:
@@ -248,31 +256,35 @@ class Engine:
                             self.metrics.prompt_tokens += message.prompt_len
                         except Exception as error:
                             log.exception("request %s could not be queued", message.id)
-                            self._blame(message, "the request could not be queued", error)
+                            self._endings.blame(message, "the request could not be queued", error)
         except Empty:
             return True
 
     def _end_prepared(self, request: Request, end: FinishReason | RequestError) -> None:
         if isinstance(end, RequestError):
-            self._end(request, "invalid" if end.code is Code.INVALID_ARG else "failed", end)
+            self._endings.end(request, "invalid" if end.code is Code.INVALID_ARG else "failed", end)
             return
         self.metrics.count_finished(request, end, time.monotonic())
-        self._forget(request)
-        self._hand_out(request.emit, [delta(request, "", self._loaded.exact, finish_reason=end)])
+        self._endings.forget(request)
+        self._endings.hand_out(request.emit, [delta(request, "", self._loaded.exact, finish_reason=end)])
 
     def _end_overdue(self, now: float) -> None:
         for request in list(self._door.live.values()):
             age = now - request.arrived_at
             if request.queued and self._drain_deadline < math.inf:
-                self._end(request, "rejected", RequestError("draining: the server is shutting down", Code.UNAVAILABLE))
+                self._endings.end(
+                    request, "rejected", RequestError("draining: the server is shutting down", Code.UNAVAILABLE)
+                )
             elif request.queued and age > request.queue_seconds:
                 message = f"Request timeout expired: no seat was free within {request.queue_seconds:g} s"
-                self._end(request, "expired", RequestError(message, Code.UNAVAILABLE))
+                self._endings.end(request, "expired", RequestError(message, Code.UNAVAILABLE))
             elif age > self.config.max_request_seconds:
                 message = f"the request ran longer than max_request_seconds ({self.config.max_request_seconds:g})"
-                self._end(request, "expired", RequestError(message, Code.CANCELLED))
+                self._endings.end(request, "expired", RequestError(message, Code.CANCELLED))
             elif now > self._drain_deadline:
-                self._end(request, "cancelled", RequestError("draining: the server is shutting down", Code.CANCELLED))
+                self._endings.end(
+                    request, "cancelled", RequestError("draining: the server is shutting down", Code.CANCELLED)
+                )
 
     def _must_see(self, step: InFlight) -> bool:
         """Whether the next plan needs this step's tokens on the host: a stop string may have ended a request."""
@@ -283,7 +295,7 @@ class Engine:
         self._door.note_backlog(bool(self._scheduler.waiting))
         self.metrics.preemptions += len(plan.preempted)
         for request, error in plan.failed:
-            self._blame(request, "the request could not be scheduled", error)
+            self._endings.blame(request, "the request could not be scheduled", error)
         for request in plan.admitted:
             if request.preemptions == 0:  # later it finds its own blocks, which is no merit of the cache
                 self._door.seated(request)
@@ -294,7 +306,7 @@ class Engine:
                 self._runner.admit(request)
             except Exception as error:
                 log.exception("request %s could not be seated", request.id)
-                self._blame(request, "the request could not be seated", error)
+                self._endings.blame(request, "the request could not be seated", error)
         plan = replace(plan, chunks=tuple(c for c in plan.chunks if c.request.status is not Status.FINISHED))
         if not plan.chunks:
             return None
@@ -305,7 +317,7 @@ class Engine:
             return self._runner.launch(plan)
         except Exception as error:
             log.exception("a step could not be launched")
-            self._fail(error, "the step failed", [chunk.request for chunk in plan.chunks])
+            self._endings.fail(error, "the step failed", [chunk.request for chunk in plan.chunks])
             return None
 
     def _deliver(self, step: InFlight) -> None:
@@ -314,7 +326,7 @@ class Engine:
             drawn = iter(self._runner.collect(step))
         except Exception as error:
             log.exception("a step failed")
-            self._fail(error, "the step failed", [chunk.request for chunk in step.plan.chunks])
+            self._endings.fail(error, "the step failed", [chunk.request for chunk in step.plan.chunks])
             return
         outbox: dict[Emit, list[Delta]] = {}
         try:
@@ -325,7 +337,7 @@ class Engine:
                     outbox.setdefault(chunk.request.emit, []).append(told)
         finally:  # a request whose last delta lies in the outbox is no longer live: nobody else would end it
             for emit, deltas in outbox.items():
-                self._hand_out(emit, deltas)
+                self._endings.hand_out(emit, deltas)
 
     def _settle(self, chunk: Chunk, draw: Drawn | None) -> Delta | None:
         """Take note of a computed chunk; return the delta of its token, if it drew one and the request lives on."""
@@ -333,17 +345,17 @@ class Engine:
         if draw is not None and not draw.sound:
             self._pool.forget(request.blocks)
             nan = RequestError("the model computed NaN for this request", Code.INTERNAL, own_fault=True)
-            self._end(request, "failed", nan)
+            self._endings.end(request, "failed", nan)
             return None
         if draw is not None and draw.error is not None:
-            self._blame(request, "the answer failed", draw.error)
+            self._endings.blame(request, "the answer failed", draw.error)
             return None
         try:
             self._scheduler.confirm(chunk)
             return None if draw is None else self._advance(request, draw)
         except Exception as error:  # its text failed, say
             log.exception("request %s failed", request.id)
-            self._blame(request, "the answer failed", error)
+            self._endings.blame(request, "the answer failed", error)
             return None
 
     def _advance(self, request: Request, drawn: Drawn) -> Delta:
@@ -370,59 +382,9 @@ class Engine:
         told = delta(request, text, self._loaded.exact, drawn=drawn, finish_reason=reason, first=first)
         if reason is not None:
             self.metrics.count_finished(request, reason, now)
-            self._forget(request)
+            self._endings.forget(request)
         request.emitted += 1
         return told
-
-    def _end(self, request: Request, outcome: Outcome, error: RequestError) -> None:
-        """End a live request with an error delta, and count it as `outcome`."""
-        self.metrics.count_ended(outcome)
-        try:
-            self._forget(request)
-        except Exception:
-            log.exception("what request %s held could not be freed", request.id)
-        self._hand_out(request.emit, [delta(request, "", self._loaded.exact, error=error, first=False)])
-
-    def _forget(self, request: Request) -> None:
-        """Free what a request holds; it is no longer live."""
-        try:
-            if request.turn:
-                self._scheduler.finish(request)
-        finally:
-            request.status = Status.FINISHED
-            self._door.leave(request)
-
-    def _blame(self, request: Request, what: str, error: Exception) -> None:
-        """End a request whose own part of the work raised `error`; its neighbours have nothing to do with it."""
-        self.device_lost |= (lost := is_device_lost(error))
-        self._end(request, "failed", _internal(what, error, own_fault=not lost))
-
-    def _fail(self, error: Exception, what: str, requests: Iterable[Request]) -> None:
-        """End those among `requests` that live: what failed, a step say, was the work of all of them."""
-        self.device_lost |= is_device_lost(error)
-        for request in list(requests):
-            if request.status is not Status.FINISHED:
-                self._end(request, "failed", _internal(what, error))
-
-    def _hand_out(self, emit: Emit, deltas: list[Delta]) -> None:
-        """Give a reader its deltas. Refused ones are given one by one; a request of which one is refused again ends."""
-        try:
-            emit(deltas)
-        except Exception as error:  # a reader's fault must not reach the other readers
-            log.exception("a reader refused its deltas")
-            if len(deltas) > 1:
-                for each in deltas:
-                    self._hand_out(emit, [each])
-            elif deltas[0].error is None:
-                self._end_unread(emit, deltas[0], _internal("the answer could not be read", error, own_fault=True))
-
-    def _end_unread(self, emit: Emit, unread: Delta, error: RequestError) -> None:
-        """End a request at a delta that its reader did not take: an answer has no gap."""
-        if request := self._door.live.get(unread.request_id):
-            request.emitted = unread.index
-            self._end(request, "failed", error)
-        else:  # it was the last one
-            self._hand_out(emit, [replace(unread, token_ids=(), text="", logprobs=(), finish_reason=None, error=error)])
 
     def _end_turn(self, started: float, *, stepped: bool) -> None:
         self.heartbeat = time.monotonic()
@@ -435,8 +397,3 @@ class Engine:
         metrics.running = len(self._scheduler.running)
         metrics.waiting = len(self._door.live) - metrics.running  # those in preparation among them
         metrics.kv_usage = 1.0 - self._pool.free / self._pool.blocks
-
-
-def _internal(what: str, error: Exception, *, own_fault: bool = False) -> RequestError:
-    # The log has all of it.
-    return RequestError(f"{what}: {type(error).__name__}", Code.INTERNAL, own_fault=own_fault)

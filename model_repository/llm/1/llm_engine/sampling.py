@@ -110,7 +110,6 @@ class Sampler:
         draws = params.temperature >= _GREEDY_BELOW
         temperature = params.temperature if draws else 1.0
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        real = (temperature, params.top_p, params.min_p, *penalties)
         wants = _Wants(
             draws=draws,
             top_k=params.top_k if 0 < params.top_k < self._vocab_size else 0,
