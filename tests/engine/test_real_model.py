@@ -17,6 +17,7 @@ from llm_engine import loading
 from llm_engine.config import EngineConfig
 from llm_engine.loading import LoadedModel
 from llm_engine.request import SamplingParams
+from llm_engine.text import Detokenizer, backend
 from llm_tools import weights
 from prompts import PromptEncoder
 
@@ -48,6 +49,21 @@ def alone(loaded: LoadedModel) -> tuple[list[Answer], Logits, str]:
 def prompts(engine: CheckedEngine) -> list[list[int]]:
     prompts = PromptEncoder(engine.tokenizer, engine.config.max_context, engine.vocab_size)
     return [prompts.messages("messages", CHAT), prompts.text("text_input", STORY)]
+
+
+def test_the_streaming_decoder_gives_the_real_tokenizers_text(loaded: LoadedModel) -> None:
+    tokenizer: Any = loaded.tokenizer
+    behind = backend(tokenizer)
+    assert behind is not None
+    text = (
+        STORY
+        + "Größe, 中文字符 and 日本語: 😀 👩‍👩‍👧 é\n\n  two  spaces\n1. def f(x):\n\treturn x  # → ∞ <|im_end|>\n" * 3
+    )
+    ids = [*tokenizer(text)["input_ids"], *range(0, loaded.vocab_size, 7)]
+    streamed, plain = (Detokenizer(tokenizer, ids[:20], backend=behind) for behind in (behind, None))
+    for token in ids:
+        assert streamed.push(token) == plain.push(token)
+    assert streamed.flush() == plain.flush()
 
 
 def reloaded(loaded: LoadedModel, **values: Any) -> LoadedModel:
