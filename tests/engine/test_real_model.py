@@ -60,7 +60,7 @@ def test_the_streaming_decoder_gives_the_real_tokenizers_text(loaded: LoadedMode
         + "Größe, 中文字符 and 日本語: 😀 👩‍👩‍👧 é\n\n  two  spaces\n1. def f(x):\n\treturn x  # → ∞ <|im_end|>\n" * 3
     )
     ids = [*tokenizer(text)["input_ids"], *range(0, loaded.vocab_size, 7)]
-    streamed, plain = (Detokenizer(tokenizer, ids[:20], backend=behind) for behind in (behind, None))
+    streamed, plain = (Detokenizer(tokenizer, ids[:20], backend=used) for used in (behind, None))
     for token in ids:
         assert streamed.push(token) == plain.push(token)
     assert streamed.flush() == plain.flush()

@@ -31,7 +31,7 @@ class Slow(PromptEncoder):
         self.fault: Exception | None = None
         self._max_bytes = 10 * len(LONG)
 
-    def text(self, field: str, text: str, *, special: bool = True) -> list[int]:
+    def text(self, field: str, text: str, *, special: bool = True, fits: bool = False) -> list[int]:
         self.texts.append(text)
         if len(text) > 1000:
             self.begun.set()
@@ -39,7 +39,7 @@ class Slow(PromptEncoder):
             if self.fault is not None:
                 raise self.fault
             text = text[:16]
-        return super().text(field, text, special=special)
+        return super().text(field, text, special=special, fits=fits)
 
 
 class Input:

@@ -44,6 +44,15 @@ def test_a_text_is_encoded_without_the_interpreters_lock_and_without_what_nobody
         assert encoder.text("text_input", "the cat")
 
 
+def test_a_text_that_leaves_no_room_for_an_answer_is_refused_only_where_there_will_be_one() -> None:
+    tokenizer = byte_level()
+    encoder = PromptEncoder(tokenizer, 10, len(tokenizer))
+    assert len(encoder.text("text_input", "z" * 10)) == 10
+    with pytest.raises(RequestError, match="the prompt has 10 tokens; at most 9 fit"):
+        encoder.text("text_input", "z" * 10, fits=True)
+    assert len(encoder.text("text_input", "z" * 9, fits=True)) == 9
+
+
 class Segments(PreTrainedTokenizerFast):  # type: ignore[misc,unused-ignore]
     """Changes a text before it is encoded, as CPM's does."""
 

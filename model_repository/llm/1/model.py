@@ -172,10 +172,11 @@ class TritonPythonModel:
 
     def _encode(self, call: Call) -> list[int]:
         """The prompt's token ids; and its text, where that opens the answer."""
+        fits = call.operation is Operation.GENERATE
         if call.text is not None:
-            ids = self._prompts.text("text_input", call.text, call.chat)
+            ids = self._prompts.text("text_input", call.text, call.chat, fits=fits)
         elif call.messages is not None:
-            ids = self._prompts.messages("messages", call.messages, call.template_time, call.chat)
+            ids = self._prompts.messages("messages", call.messages, call.template_time, call.chat, fits=fits)
         else:
             ids = call.input_ids
         if not call.exclude_input:

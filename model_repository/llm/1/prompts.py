@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from chat_options import ChatOptions
 from chat_template import ChatTemplate
 from control_tokens import ControlTokens, Span
+from llm_engine.fit import check_length
 from llm_engine.request import RequestError, check_token_ids, is_unicode
 from llm_engine.text import backend
 
@@ -47,10 +48,14 @@ class PromptEncoder:
         if size > (most := ESCAPED * self._max_bytes + OTHER_BYTES):
             raise RequestError(f"the request has {size} bytes; at most {most} can fit a context of {self._max_context}")
 
-    def text(self, field: str, text: str, options: ChatOptions = _PLAIN) -> list[int]:
-        """Token ids of `text`, with the tokenizer's own special tokens unless `options` say otherwise."""
+    def text(self, field: str, text: str, options: ChatOptions = _PLAIN, *, fits: bool = False) -> list[int]:
+        """Token ids of `text`, with the tokenizer's own special tokens unless `options` say otherwise.
+
+        With `fits` a text that leaves no room for an answer is refused before its ids are listed: a list of a million
+        is made with the interpreter's lock held.
+        """
         spelt = [(0, len(text))] if options.parse_special is False else []
-        return self._encode(field, text, spelt, special=options.add_special_tokens is not False)
+        return self._encode(field, text, spelt, special=options.add_special_tokens is not False, fits=fits)
 
     def messages(
         self,
@@ -58,10 +63,12 @@ class PromptEncoder:
         messages: Sequence[Mapping[str, Any]],
         now: datetime | None = None,
         options: ChatOptions = _PLAIN,
+        *,
+        fits: bool = False,
     ) -> list[int]:
         """Token ids of a chat, as `read_messages` gives it, through the model's chat template; `now` is its clock.
 
-        Control tokens that a message spells are plain text, unless `options.parse_special`.
+        Control tokens that a message spells are plain text, unless `options.parse_special`. `fits` is as for `text`.
         """
         template = self._tool_template if options.tools else self._template
         if template is None:
@@ -78,7 +85,7 @@ class PromptEncoder:
                 f"or add_generation_prompt true for another turn behind it"
             )
         prompt = template.render(messages, options, now or datetime.now().astimezone())
-        return self._encode(field, prompt.text, prompt.spelt, special=options.add_special_tokens is True)
+        return self._encode(field, prompt.text, prompt.spelt, special=options.add_special_tokens is True, fits=fits)
 
     def decode(self, field: str, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens skipped."""
@@ -88,7 +95,7 @@ class PromptEncoder:
             return text
         return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _encode(self, field: str, text: str, spelt: Sequence[Span], *, special: bool) -> list[int]:
+    def _encode(self, field: str, text: str, spelt: Sequence[Span], *, special: bool, fits: bool) -> list[int]:
         """Token ids of `text`; control tokens within the spans `spelt` of it are plain text."""
         if not text:
             raise RequestError(f"{field} is empty; send at least one character")
@@ -100,6 +107,8 @@ class PromptEncoder:
             return self._controls.encode(text, spelt, special=special)
         if self._backend is not None:
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+            if fits:
+                check_length(len(encoding), self._max_context)
             return encoding.ids
         return cast(list[int], self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 

@@ -21,11 +21,7 @@ def fit(request: Request, tokenizer: Any, max_context: int, vocab_size: int, emb
     prompt, resumed = len(request.prompt_ids), len(request.resume_token_ids)
     if not prompt:
         raise RequestError("the prompt is empty; send at least one token")
-    if prompt >= max_context:
-        raise RequestError(
-            f"the prompt has {prompt} tokens; at most {max_context - 1} fit, "
-            f"for the context is {max_context} with the answer"
-        )
+    check_length(prompt, max_context)
     request.max_total = min(max_context, prompt + (request.params.max_tokens or max_context))
     if prompt + resumed > request.max_total:
         raise RequestError(
@@ -52,6 +48,15 @@ def hidden_stops(tokenizer: Any, params: SamplingParams) -> dict[int, str]:
         ):
             found[token] = stop
     return found
+
+
+def check_length(prompt: int, max_context: int) -> None:
+    """Refuse a prompt of so many tokens if no answer fits behind it."""
+    if prompt >= max_context:
+        raise RequestError(
+            f"the prompt has {prompt} tokens; at most {max_context - 1} fit, "
+            f"for the context is {max_context} with the answer"
+        )
 
 
 def fingerprint(digest: str, prompt_ids: Sequence[int]) -> str:

@@ -100,7 +100,7 @@ class Measurement:
         self._inline = inline
         self._preparer = Preparer()
         self._preparer.start()
-        self._prompts = PromptEncoder(engine.tokenizer, 2**30, engine.vocab_size)  # it may tokenize what cannot fit
+        self._prompts = PromptEncoder(engine.tokenizer, engine.config.max_context, engine.vocab_size)
         self._ids = self._prompts.text("text", TEXT)
         self._text = (TEXT * (LONG_BYTES // len(TEXT) + 1))[:LONG_BYTES]
         self._starts = itertools.count()
@@ -182,7 +182,7 @@ class Measurement:
         return one
 
     def _tokenize(self, request: Request) -> None:
-        request.prompt_ids = self._prompts.text("text", self._text)
+        request.prompt_ids = self._prompts.text("text", self._text, fits=True)  # it does not fit
 
     def _short(self, request: Request) -> None:
         request.prompt_ids = prompt_of(self._ids, next(self._starts), 8)
