@@ -26,7 +26,7 @@ load: $(VENV)/loadtest.done ## Load what `make serve` runs, 20 s; ARGS='chat --s
 	@$(BIN)/tokenstream load $(or $(ARGS),quick)
 
 test: lint ## Lint, types, unit, engine and real-server tests
-	$(BIN)/python -m pytest tests/unit tests/engine tests/server
+	$(BIN)/python -m pytest -m "not large" tests/unit tests/engine tests/server tests/checkpoints
 
 loadtests: $(VENV)/dev.done ## Test the load tests: the command and Locust against a real server and scripted ones
 	$(BIN)/python -m pytest tests/load
@@ -47,8 +47,8 @@ fmt: $(VENV)/dev.done ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-soak: $(VENV)/dev.done ## The property tests with many more examples, and 20,000 requests through the server
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/engine tests/unit tests/server/test_leaks.py --timeout=3600 -o faulthandler_timeout=10800
+soak: $(VENV)/dev.done ## Many more examples, 20,000 requests through the server, checkpoints of a gigabyte
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/engine tests/unit tests/server/test_leaks.py tests/checkpoints --timeout=3600 -o faulthandler_timeout=10800
 
 bench-peers: $(VENV)/loadtest.done ## Measure other servers beside this one, in turn, and write docs/peers.md; ARGS=--help
 	@$(BIN)/python -m tokenstream_loadtest.peers $(ARGS)
