@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from engine import checkpoints, driver, tiny_models
@@ -81,6 +82,42 @@ def test_what_changes_no_answer_is_served_with_the_same_weights(folder: Path, ch
     wanted = tiny_models.build("llama").state_dict()
     found = load(folder).model.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_every_family_comes_back_as_it_was_saved(tmp_path: Path, family: str) -> None:
+    wanted = tiny_models.build(family).state_dict()
+    found = load(checkpoints.save(tmp_path / "model", family)).model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+class Panic(BaseException):
+    """What a Rust library raises when it gives up: no Exception, so that nobody catches it unawares."""
+
+
+@pytest.mark.parametrize("failure", [Panic("a\nb"), MemoryError(), ImportError("\nneeds x\n"), RuntimeError("r")])
+@pytest.mark.parametrize("library", ["AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"])
+def test_no_failure_of_a_library_leaves_loading_bare(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, library: str, failure: BaseException
+) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise failure
+
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    monkeypatch.setattr(getattr(transformers, library), "from_pretrained", fail)
+    with pytest.raises(ConfigError) as refused:
+        load(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_request_to_end_is_no_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        load(folder)
 
 
 def test_a_tied_head_needs_no_tensor_of_its_own(tmp_path: Path) -> None:
