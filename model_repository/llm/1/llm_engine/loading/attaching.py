@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,10 +16,11 @@ from llm_kernels.native import NativeLlama
 from .. import attention
 from ..attention import KVCache
 from ..config import ConfigError, EngineConfig, cache_folder
+from . import golden
 from .generation import defaults, eos_token_ids
 from .loaded import LoadedModel
 from .resources import resolve_sizes, resolve_threads
-from .shape import discover_attention, refuse_unsafe
+from .shape import Heads, discover_attention, refuse_unsafe
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +44,13 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> Loa
             f"model type {text_config.model_type!r} has {text_config.num_hidden_layers} layers, {len(shapes)} of them "
             f"with attention; layers with another kind of state cannot be batched here"
         )
-    per_token = sum(2 * heads * dim for heads, dim in shapes.values()) * dtype.itemsize
+    reference = golden.reference(model, shapes.values(), tokenizer.all_special_ids)  # before weights are packed
+    per_token = sum(heads.values for heads in shapes.values()) * dtype.itemsize
     config = resolve_sizes(config, text_config, per_token, device)
-    config, llama = _choose_kernels(model, config, device)
+    config, llama = _choose_kernels(model, config, device, shapes.values())
     slots = config.kv_tokens
-    for module, (heads, dim) in shapes.items():
-        cast(Any, module).kv_cache = KVCache.empty(slots, heads, dim, dtype, device)
+    for module, h in shapes.items():
+        cast(Any, module).kv_cache = KVCache.empty(slots, h.kv_heads, h.key_dim, dtype, device, h.value_dim)
     loaded = LoadedModel(
         config=config,
         model=model,
@@ -61,15 +64,21 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> Loa
         digest=f"{digest}-{config.kernels}",
         llama=llama,
     )
+    off = golden.check(loaded, reference)
+    log.info("golden check: logits off by %.2g of their spread", off)
     log.info("KV cache: %d tokens, %.1f MiB on %s", slots, slots * per_token / 2**20, device)
     return loaded
 
 
-def _choose_kernels(model: Any, config: EngineConfig, device: torch.device) -> tuple[EngineConfig, NativeLlama | None]:
+def _choose_kernels(
+    model: Any, config: EngineConfig, device: torch.device, shapes: Collection[Heads]
+) -> tuple[EngineConfig, NativeLlama | None]:
     """Settle `config.kernels`; with the native ones, also the whole model in native form if it has the shape."""
     if device.type != "cpu" or config.kernels == "torch":
         return replace(config, kernels="torch"), None
     try:
+        for heads in shapes:
+            native.refuse_heads(heads.key_dim, heads.value_dim)
         native.load(cache_folder(), config.dtype)
     except NativeUnavailableError as error:
         if config.kernels == "native":
