@@ -90,6 +90,8 @@ HINTS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
     "nemotron": {"num_key_value_heads": 2},
+    "phimoe": {"sliding_window": None},
+    "qwen2_moe": {"use_sliding_window": False, "layer_types": None},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attention_head_size": 8, "feed_forward_size": 64},

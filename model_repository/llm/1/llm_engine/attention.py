@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 NAME = "tokenstream"
 # What transformers may hand to `attention_forward`: what it honours, and what says nothing of the attention itself.
-HEARD = frozenset(
-    ("scaling", "sliding_window", "softcap", "s_aux", "layout", "is_causal", "position_ids", "use_cache")
-    + ("logits_to_keep", "output_attentions", "output_router_logits")
-)
+HEARD = {"scaling", "sliding_window", "softcap", "s_aux", "layout", "is_causal", "position_ids", "use_cache"} | {
+    "logits_to_keep",
+    "output_attentions",
+    "output_router_logits",
+}
 QUERY_TILE = 4
 KEY_TILE = 64
 

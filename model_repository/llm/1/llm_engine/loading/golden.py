@@ -35,11 +35,12 @@ LENGTHS = (9, 23, 70)  # the last crosses a tile of 64 keys
 LARGEST_WINDOW = 256
 BEHIND_WINDOW = 16  # tokens of the long sequence behind a window
 DECODED = 3  # rows at the end of each sequence that are computed one by one
-TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
+TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
 """How far logits may be off, in units of their spread, both passes computing in this dtype.
 
-Tiny random models of all families that are served (bfloat16: also SmolLM2-135M) come to 1e-5, 0.01 and 0.07 at most; a
-model whose attention is another, to 1 and more.
+Right: tiny random models of all families that are served come to 1e-5, 0.01 and 0.07 at most, SmolLM2-135M to 4e-6,
+0.006 and 0.05. Wrong, in every dtype: 0.22 without a softcap, 0.27 without sinks, 0.6 with another scale, 1.4 if nothing
+is right. A fault that is smaller than rounding is seen in float32 alone.
 """
 
 
