@@ -47,7 +47,7 @@ fmt: $(VENV)/dev.done ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-soak: $(VENV)/dev.done ## The property tests with many more examples, and 20,000 requests through the server
+soak: $(VENV)/dev.done ## Property tests with many more examples, every model type, 20,000 requests through the server
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/engine tests/unit tests/server/test_leaks.py --timeout=3600
 
 bench-peers: $(VENV)/loadtest.done ## Measure other servers beside this one, in turn, and write docs/peers.md; ARGS=--help

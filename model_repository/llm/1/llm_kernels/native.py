@@ -50,9 +50,7 @@ def refuse_heads(key_dim: int, value_dim: int) -> None:
     if key_dim != value_dim:
         raise NativeUnavailableError(f"they take keys and values of one size, not {key_dim} and {value_dim}")
     if key_dim % 2 or key_dim > MAX_HEAD_DIM:
-        raise NativeUnavailableError(
-            f"they take even head sizes of at most {MAX_HEAD_DIM}, and the model has {key_dim}"
-        )
+        raise NativeUnavailableError(f"they take even head sizes of at most {MAX_HEAD_DIM}, not {key_dim}")
 
 
 def row_max(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,10 +92,11 @@ class Work:
 
 
 def _attention_work(module: Any, heads: int) -> AttentionWork:
-    cache = module.kv_cache.key
+    cache = module.kv_cache
+    (_, kv_heads, key_dim), value_dim = cache.key.shape, cache.value.shape[2]
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-    per_token = 2 * cache.shape[1] * cache.shape[2] * cache.itemsize
-    return AttentionWork(heads * cache.shape[2], per_token, window or None)
+    per_token = kv_heads * (key_dim + value_dim) * cache.key.itemsize
+    return AttentionWork(heads * (key_dim + value_dim) // 2, per_token, window or None)
 
 
 def measure_limits(dtype: torch.dtype, seconds: float) -> Limits:

@@ -35,12 +35,12 @@ LENGTHS = (9, 23, 70)  # the last crosses a tile of 64 keys
 LARGEST_WINDOW = 256
 BEHIND_WINDOW = 16  # tokens of the long sequence behind a window
 DECODED = 3  # rows at the end of each sequence that are computed one by one
-TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
+TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 """How far logits may be off, in units of their spread, both passes computing in this dtype.
 
 Right: tiny random models of all families that are served come to 1e-5, 0.01 and 0.07 at most, SmolLM2-135M to 4e-6,
-0.006 and 0.05. Wrong, in every dtype: 0.22 without a softcap, 0.27 without sinks, 0.6 with another scale, 1.4 if nothing
-is right. A fault that is smaller than rounding is seen in float32 alone.
+0.006 and 0.05, Gemma 3 270M to 6e-6 and, in bfloat16, 0.07. Wrong, in every dtype: 0.22 without a softcap, 0.27 without
+sinks, 0.6 with another scale, 1.4 if nothing is right. A fault smaller than rounding is seen in float32 alone.
 """
 
 
@@ -97,10 +97,11 @@ def _lengths(heads: Collection[Heads], limit: int) -> list[int]:
 
 
 def _ids(length: int, seed: int, vocab: int, special: Collection[int]) -> tuple[int, ...]:
-    """Token ids that look drawn, the same ones always, and none of `special` unless there are no others."""
+    """Draw token ids, the same ones always, and none of `special` unless there are no others."""
     avoided = set(special)
     plain = [i for i in range(min(vocab, 4096)) if i not in avoided] or [0]
-    return tuple(plain[(7919 * (i + 1) + 104729 * seed + i * i) % len(plain)] for i in range(length))
+    drawn = torch.randint(len(plain), (length,), generator=torch.Generator().manual_seed(seed))
+    return tuple(plain[i] for i in drawn.tolist())
 
 
 @torch.inference_mode()
