@@ -48,6 +48,7 @@ sinks, 0.6 with another scale, 1.4 if nothing is right. A fault smaller than rou
 class Reference:
     """Sequences of token ids, and for each its logits [tokens, vocabulary] under eager attention, on the device."""
 
+    model_type: str
     sequences: tuple[tuple[int, ...], ...]
     logits: tuple[Tensor, ...]
 
@@ -69,7 +70,7 @@ def reference(model: Any, heads: Collection[Heads], special: Collection[int]) ->
             logits = [model(torch.tensor([ids], device=device), use_cache=False).logits[0] for ids in sequences]
         finally:
             model.set_attn_implementation(attention.NAME)
-    return Reference(sequences, tuple(logits))
+    return Reference(config.model_type, sequences, tuple(logits))
 
 
 def check(loaded: LoadedModel, reference: Reference) -> float:
@@ -81,11 +82,9 @@ def check(loaded: LoadedModel, reference: Reference) -> float:
     found = _distance([_off(a, b) for a, b in zip(ours, reference.logits, strict=False)])
     tolerance = TOLERANCE[loaded.config.dtype]
     if not found <= tolerance:  # NaN is not
-        model: Any = loaded.model
-        kind = model.config.get_text_config().model_type
         raise ConfigError(
-            f"model type {kind!r} gives other logits in a batch than under transformers' eager attention: off by "
-            f"{found:.2g} of their spread, at most {tolerance:g} is rounding; it cannot be served"
+            f"model type {reference.model_type!r} gives other logits in a batch than under transformers' eager "
+            f"attention: off by {found:.2g} of their spread, at most {tolerance:g} is rounding; it cannot be served"
         )
     return found
 
