@@ -31,7 +31,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """One layer's attention: query heads times head_dim (the mean of keys' and values'), bytes of a token's keys and values, keys seen (None: all)."""
+    """One layer's attention: query heads times head_dim, bytes of a token's keys and values, keys seen (None: all).
+
+    Where keys and values differ in size, head_dim is their mean.
+    """
 
     width: int
     kv_bytes: int
