@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str) -> LoadedModel:
-    """Give a transformers model its KV cache and probe it. `config` must name a dtype; ConfigError if it is unsafe."""
+    """Give a transformers model its KV cache and prove it. `config` must name a dtype; ConfigError if it is unsafe."""
     attention.register()
     text_config = model.config.get_text_config()
     refuse_unsafe(text_config)
