@@ -42,7 +42,7 @@ def outcome(model_type: str, dtype: str = "float32", kernels: str = "auto") -> O
     try:
         model = sweep_models.build(model_type, getattr(torch, dtype))
     except Exception as error:  # noqa: BLE001 - whatever the type's own code says of its default configuration
-        return Outcome(NOT_BUILT, f"no tiny model can be made: {' '.join(str(error).split())[:110]}")
+        return Outcome(NOT_BUILT, f"no tiny model can be made: {' '.join(str(error).split())[:110].strip()}")
     try:
         loaded = attach(model, dtype, kernels)
     except ConfigError as error:
