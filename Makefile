@@ -47,7 +47,7 @@ fmt: $(VENV)/dev.done ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-soak: $(VENV)/dev.done ## Many more examples, 20,000 requests through the server, checkpoints of a gigabyte
+soak: $(VENV)/dev.done ## Many more examples, every model type, 20,000 requests through the server, checkpoints of a gigabyte
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/engine tests/unit tests/server/test_leaks.py tests/checkpoints --timeout=3600 -o faulthandler_timeout=10800
 
 bench-peers: $(VENV)/loadtest.done ## Measure other servers beside this one, in turn, and write docs/peers.md; ARGS=--help

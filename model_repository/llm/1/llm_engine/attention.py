@@ -25,13 +25,19 @@ if TYPE_CHECKING:
     from .batch import Batch, Span
 
 NAME = "tokenstream"
+# What transformers may hand to `attention_forward`: what it honours, and what says nothing of the attention itself.
+HEARD = {"scaling", "sliding_window", "softcap", "s_aux", "layout", "is_causal", "position_ids", "use_cache"} | {
+    "logits_to_keep",
+    "output_attentions",
+    "output_router_logits",
+}
 QUERY_TILE = 4
 KEY_TILE = 64
 
 
 @dataclass(slots=True)
 class KVCache:
-    """Keys and values of one layer: each [slots + 2, kv_heads, head_dim].
+    """Keys [slots + 2, kv_heads, key_dim] and values [slots + 2, kv_heads, value_dim] of one layer.
 
     The last two slots are no request's: `zero_slot` is never written and pads a context to whole key tiles,
     `scratch_slot` takes what the scratch row writes.
@@ -41,10 +47,22 @@ class KVCache:
     value: Tensor
 
     @classmethod
-    def empty(cls, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-        """Allocate for `slots` tokens, and write zeros: memory that is not there is missed now, not under load."""
-        shape = (slots + 2, kv_heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+    def empty(
+        cls,
+        slots: int,
+        kv_heads: int,
+        key_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        value_dim: int | None = None,
+    ) -> KVCache:
+        """Allocate for `slots` tokens, and write zeros: memory that is not there is missed now, not under load.
+
+        value_dim None: as key_dim.
+        """
+        dims = (key_dim, key_dim if value_dim is None else value_dim)
+        key, value = (torch.zeros(slots + 2, kv_heads, dim, dtype=dtype, device=device) for dim in dims)
+        return cls(key, value)
 
     @property
     def zero_slot(self) -> int:
@@ -119,9 +137,9 @@ class Layout(Protocol):
     """How an implementation wants one batch laid out, and the implementation itself."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, mask: Mask) -> Tensor:
-        """Write key and value [rows, kv_heads, head_dim] into the cache, then attend for query [rows, heads, head_dim].
+        """Write key and value [rows, kv_heads, dim] into the cache, then attend for query [rows, heads, key_dim].
 
-        Returns query's shape and dtype; rows that belong to no sequence are zero.
+        Returns [rows, heads, value_dim] in query's dtype; rows that belong to no sequence are zero.
         """
 
 
@@ -144,16 +162,17 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001 - some models give it by name; it is causality, or refused at load
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim].
+    """What transformers calls: query [1, heads, rows, key_dim], key and value [1, kv_heads, rows, dim].
 
-    `layout` (a Layout) comes through the model's forward. Returns [1, rows, heads, head_dim].
+    `layout` (a Layout) comes through the model's forward. Returns [1, rows, heads, value_dim]. A model that asks for
+    what is not HEARD is refused at load.
     """
     layout: Layout = kwargs["layout"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -174,14 +193,14 @@ class TileLayout:
         cache.key[self.slot_mapping] = key
         cache.value[self.slot_mapping] = value
         q = query.float() * mask.scale
-        out = torch.zeros_like(q)
+        out = q.new_zeros(*q.shape[:2], cache.value.shape[2])
         for group in self.groups:
             out[group.rows] = _attend(q[group.rows], cache, group, mask)
         return out.to(query.dtype)
 
 
 def _attend(q: Tensor, cache: KVCache, group: TileGroup, mask: Mask) -> Tensor:
-    """Attention of one group. q: float32 [r, heads, head_dim], scaled. Returns the same shape."""
+    """Attention of one group. q: float32 [r, heads, key_dim], scaled. Returns [r, heads, value_dim]."""
     _, heads, dim = q.shape
     kv_heads = cache.key.shape[1]
     share = heads // kv_heads  # query heads per key head
@@ -198,8 +217,8 @@ def _attend(q: Tensor, cache: KVCache, group: TileGroup, mask: Mask) -> Tensor:
     by_row = scores.view(kv_heads, group.tiles, QUERY_TILE, share, -1)
     by_row.masked_fill_(~_visible(group, mask.window)[None, :, :, None, :], float("-inf"))
     out = _weighted_sum(scores, values, _sink_scores(mask.sinks, kv_heads, share, group.tiles))
-    out = out.view(kv_heads, group.tiles, QUERY_TILE, share, dim).permute(1, 2, 0, 3, 4)
-    return out.reshape(group.tiles * QUERY_TILE, heads, dim)[group.places]
+    out = out.view(kv_heads, group.tiles, QUERY_TILE, share, -1).permute(1, 2, 0, 3, 4)
+    return out.reshape(group.tiles * QUERY_TILE, heads, -1)[group.places]
 
 
 def _weighted_sum(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from llm_engine.batch import Batch
 from .build import NativeUnavailableError, Toolchain, build
 
 PARTS = ("linears", "attention", "norms and rope", "head")
+MAX_HEAD_DIM = 256  # as kMaxDim in paging_cpu.h
 _PANEL = 32  # columns of a packed panel, as in linear_cpu.h
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -47,6 +48,14 @@ def load(cache: Path, dtype: str) -> None:
 def arithmetic() -> str:
     """Name what decides the bits that the loaded kernels compute; see Toolchain.arithmetic."""
     return cast(str, torch.ops.tokenstream.arithmetic())
+
+
+def refuse_heads(key_dim: int, value_dim: int) -> None:
+    """Raise NativeUnavailableError for an attention whose heads the kernels do not take."""
+    if key_dim != value_dim:
+        raise NativeUnavailableError(f"they take keys and values of one size, not {key_dim} and {value_dim}")
+    if key_dim % 2 or key_dim > MAX_HEAD_DIM:
+        raise NativeUnavailableError(f"they take even head sizes of at most {MAX_HEAD_DIM}, not {key_dim}")
 
 
 def row_max(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """One layer's attention: query heads times head_dim, bytes of a token's keys and values, keys seen (None: all)."""
+    """One layer's attention: query heads times head_dim, bytes of a token's keys and values, keys seen (None: all).
+
+    Where keys and values differ in size, head_dim is their mean.
+    """
 
     width: int
     kv_bytes: int
@@ -92,10 +95,11 @@ class Work:
 
 
 def _attention_work(module: Any, heads: int) -> AttentionWork:
-    cache = module.kv_cache.key
+    cache = module.kv_cache
+    (_, kv_heads, key_dim), value_dim = cache.key.shape, cache.value.shape[2]
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-    per_token = 2 * cache.shape[1] * cache.shape[2] * cache.itemsize
-    return AttentionWork(heads * cache.shape[2], per_token, window or None)
+    per_token = kv_heads * (key_dim + value_dim) * cache.key.itemsize
+    return AttentionWork(heads * (key_dim + value_dim) // 2, per_token, window or None)
 
 
 def measure_limits(dtype: torch.dtype, seconds: float) -> Limits:

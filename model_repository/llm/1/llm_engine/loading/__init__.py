@@ -1,6 +1,7 @@
 """From what the deployer named to a model that is proven: fetched, read, checked, sized, identified.
 
     folder -> checkpoint (tensors, tokenizer) -> shape (may it be batched?) -> resources -> kernels -> LoadedModel
+        -> golden (are its logits those of eager attention?)
 
 A model that could give wrong tokens is refused here by ConfigError, one line with the reason and the cure. This package
 does not know requests.

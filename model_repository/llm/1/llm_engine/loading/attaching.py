@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,13 +16,13 @@ from llm_kernels.native import NativeLlama
 from .. import attention
 from ..attention import KVCache
 from ..config import ConfigError, EngineConfig, cache_folder
-from . import machine
+from . import golden, machine
 from .generation import defaults, eos_token_ids
 from .identity import digest_of_model, name_arithmetic
 from .loaded import LoadedModel
 from .machine import MIB, Memory
 from .resources import Demand, Resources, resolve_sizes, resolve_threads, scratch_bytes
-from .shape import discover_attention, refuse_unsafe
+from .shape import Heads, discover_attention, refuse_unsafe
 
 _FORM = "as transformers holds them"
 _PACKED_FORM = "packed for the native kernels, transformers' copy dropped"
@@ -29,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str, memory: Memory | None = None) -> LoadedModel:
-    """Give a transformers model its KV cache and kernels. `config` must name a dtype; ConfigError if it is unsafe.
+    """Give a transformers model its KV cache and kernels, and prove it. ConfigError if it is unsafe.
 
-    `digest` is that of the weights. `memory`: what was left before they were read; unset, they are in memory by
-    themselves. A model that the kernels compute in whole steps loses its weights to their own form.
+    `config` must name a dtype. `digest` is that of the weights. `memory`: what was left before they were read; unset,
+    they are in memory by themselves. A model that the kernels compute in whole steps loses its weights to their form.
     """
     attention.register()
     text_config = model.config.get_text_config()
@@ -51,13 +52,14 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str, memory
             f"model type {text_config.model_type!r} has {text_config.num_hidden_layers} layers, {len(shapes)} of them "
             f"with attention; layers with another kind of state cannot be batched here"
         )
-    per_token = sum(2 * heads * dim for heads, dim in shapes.values()) * dtype.itemsize
+    reference = golden.reference(model, shapes.values(), tokenizer.all_special_ids)  # before weights are packed
+    per_token = sum(heads.values for heads in shapes.values()) * dtype.itemsize
     demand = _demand(model, config, device, memory, per_token)
     config, kv_cache_from = resolve_sizes(config, text_config, demand, device)
-    config, llama = _choose_kernels(model, config, device)
+    config, llama = _choose_kernels(model, config, device, shapes.values())
     slots = config.kv_tokens
-    for module, (heads, dim) in shapes.items():
-        cast(Any, module).kv_cache = KVCache.empty(slots, heads, dim, dtype, device)
+    for module, h in shapes.items():
+        cast(Any, module).kv_cache = KVCache.empty(slots, h.kv_heads, h.key_dim, dtype, device, h.value_dim)
     embedded, drawn = (e.weight.shape[0] for e in (model.get_input_embeddings(), model.get_output_embeddings()))
     loaded = LoadedModel(
         config=config,
@@ -81,6 +83,8 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str, memory
             weights_form=_FORM if llama is None else _PACKED_FORM,
         ),
     )
+    off = golden.check(loaded, reference)
+    log.info("golden check: logits off by %.2g of their spread", off)
     _log(loaded)
     return replace(loaded, digest=digest_of_model(digest, loaded))
 
@@ -112,11 +116,15 @@ def _log(loaded: LoadedModel) -> None:
     log.info("arithmetic: %s", loaded.arithmetic)
 
 
-def _choose_kernels(model: Any, config: EngineConfig, device: torch.device) -> tuple[EngineConfig, NativeLlama | None]:
+def _choose_kernels(
+    model: Any, config: EngineConfig, device: torch.device, shapes: Collection[Heads]
+) -> tuple[EngineConfig, NativeLlama | None]:
     """Settle `config.kernels`; with the native ones, also the whole model in native form if it has the shape."""
     if device.type != "cpu" or config.kernels == "torch":
         return replace(config, kernels="torch"), None
     try:
+        for heads in shapes:
+            native.refuse_heads(heads.key_dim, heads.value_dim)
         native.load(cache_folder(), config.dtype)
     except NativeUnavailableError as error:
         if config.kernels == "native":
