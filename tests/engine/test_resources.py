@@ -101,6 +101,22 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_who_limits_it() -> None:
         sizes(40300, kv_tokens=100_000)
 
 
+def test_on_cuda_the_cache_takes_a_share_of_what_is_left_and_more_only_if_asked() -> None:
+    left = Demand(Memory(100_000 * PER_TOKEN, 200_000 * PER_TOKEN, "device cuda"), PER_TOKEN)
+
+    def kv_tokens(**values: Any) -> int:
+        return resources.resolve_sizes(EngineConfig("m", **values), Shape(8192), left, torch.device("cuda"))[
+            0
+        ].kv_tokens
+
+    assert kv_tokens() == 80_000
+    assert kv_tokens(kv_tokens=99_968) == 99_968
+    with pytest.raises(
+        ConfigError, match=r"KV cache of 100,032 tokens 95 MiB = 95 MiB, and .* that device cuda allows"
+    ):
+        kv_tokens(kv_tokens=100_032)
+
+
 def load(left: int, dtype: str = "float32", **values: Any) -> LoadedModel:
     """Attach a tiny model where `left` bytes were left before its weights were read."""
     model = tiny_models.build("llama", getattr(torch, dtype))

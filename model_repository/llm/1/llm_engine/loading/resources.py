@@ -53,9 +53,9 @@ class Demand:
 
     @classmethod
     def on_cuda(cls, device: torch.device, per_token: int) -> Demand:
-        """Of an engine whose weights are on the device already. What it needs beside KV is a share of what is left."""
+        """Of an engine whose weights are on the device already."""
         left, total = torch.cuda.mem_get_info(device)
-        return cls(Memory(left, total, f"device {device}"), per_token, room=int((1 - CUDA_KV_SHARE) * left))
+        return cls(Memory(left, total, f"device {device}"), per_token)
 
     def tokens(self, share: int = 1) -> int:
         """How many tokens' KV fit beside the rest; into one of `share` equal parts of the memory."""
@@ -143,7 +143,7 @@ def _choose_kv_tokens(config: EngineConfig, limit: int | None, demand: Demand, d
     """As many tokens as are wanted, or fit; never fewer than a request needs. Whether those fit is not looked at."""
     fitting = demand.tokens(config.cpu_share)
     if device.type == "cuda":
-        return fitting, f"{CUDA_KV_SHARE:.0%} of what is left of {demand.memory.source}"
+        return int(CUDA_KV_SHARE * fitting), f"{CUDA_KV_SHARE:.0%} of what was left on {demand.memory.source}"
     least = config.max_context or min(limit or LEAST_KV_TOKENS, LEAST_KV_TOKENS)
     least = -(-least // config.block_size) * config.block_size
     wanted = max(CPU_KV_TOKENS, least)
