@@ -197,6 +197,14 @@ def test_a_file_that_is_no_safetensors_is_refused_in_one_line(tmp_path: Path, co
     assert "\n" not in str(told.value)
 
 
+def test_a_shard_that_the_index_names_and_is_not_there_is_told(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    tiny_models.build("llama").save_pretrained(folder, max_shard_size="20KB")
+    identity.weights_files(folder)[1].unlink()
+    with pytest.raises(ConfigError, match=r"weights file .*model-00002-of-.* cannot be read: No such file"):
+        digest_of_weights(folder, tmp_path / "cache")
+
+
 def test_a_checkpoint_in_another_folder_and_in_shards_has_the_same_digest(saved: Path, folder: Path) -> None:
     expected = digest_of_folder(saved)
     (folder / "model.safetensors").unlink()

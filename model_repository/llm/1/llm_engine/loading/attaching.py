@@ -96,10 +96,11 @@ def _demand(model: Any, config: EngineConfig, device: torch.device, memory: Memo
     if memory is None:
         found = machine.memory()
         memory = replace(found, left=found.left + weights)
-    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    if head is embedding and config.dtype == "bfloat16" and config.kernels != "torch":
+    head = model.get_output_embeddings().weight
+    tied = sum(p is head for _, p in model.named_parameters(remove_duplicate=False)) > 1
+    if tied and config.dtype == "bfloat16" and config.kernels != "torch":
         weights += head.nbytes  # the packed head is no longer the embedding
-    return Demand.on_cpu(memory, per_token, weights, scratch_bytes(config, embedding))
+    return Demand.on_cpu(memory, per_token, weights, scratch_bytes(config, head))
 
 
 def _held(model: Any, llama: NativeLlama | None = None) -> int:

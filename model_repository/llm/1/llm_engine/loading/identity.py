@@ -154,7 +154,9 @@ def _telling(config: Any) -> Any:
     """A configuration without what no result depends on, in its parts too."""
     if isinstance(config, dict):
         return {str(key): _telling(value) for key, value in config.items() if str(key) not in _SAYS_NOTHING}
-    return config
+    if isinstance(config, set | frozenset):
+        return sorted(map(str, config))  # which have no order of their own
+    return [_telling(value) for value in config] if isinstance(config, list | tuple) else config
 
 
 def _digests(path: Path, cache: Path) -> dict[str, str]:

@@ -107,10 +107,10 @@ def refuse_too_large(weights: int, memory: Memory) -> None:
         raise demand.refusal(0)
 
 
-def scratch_bytes(config: EngineConfig, embedding: torch.Tensor) -> int:
-    """About what a step of `max_step_tokens` rows, and the probe's logits, take beside weights and KV."""
-    vocabulary, width = embedding.shape
-    return embedding.itemsize * (config.max_step_tokens * width * _ROW_WIDTHS + _PROBE_ROWS * vocabulary)
+def scratch_bytes(config: EngineConfig, head: torch.Tensor) -> int:
+    """About what a step of `max_step_tokens` rows, and the probe's logits, take; `head` is [vocabulary, width]."""
+    vocabulary, width = head.shape
+    return head.itemsize * (config.max_step_tokens * width * _ROW_WIDTHS + _PROBE_ROWS * vocabulary)
 
 
 def resolve_sizes(config: EngineConfig, model: Any, demand: Demand, device: torch.device) -> tuple[EngineConfig, str]:
