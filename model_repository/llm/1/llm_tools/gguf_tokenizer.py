@@ -105,7 +105,9 @@ def read(header: GgufHeader) -> GgufTokenizer:
     try:
         return _build(header.metadata)
     except (ValueError, TypeError) as error:  # ConfigError, or a key that holds something else than it should
-        raise ConfigError(f"the tokenizer of model file {header.file} cannot be used: {error}") from None
+        raise ConfigError(
+            f"the tokenizer of model file {header.file} cannot be used: {error}; take the model's safetensors"
+        ) from None
 
 
 def _build(metadata: Mapping[str, Any]) -> GgufTokenizer:
