@@ -16,6 +16,7 @@ from engine.driver import Answer, CheckedEngine, Logits, serving
 from llm_engine import loading
 from llm_engine.config import EngineConfig
 from llm_engine.loading import LoadedModel
+from llm_engine.loading.tokenizer import load_tokenizer
 from llm_engine.request import SamplingParams
 from llm_engine.text import Detokenizer, backend
 from llm_tools import weights
@@ -122,6 +123,14 @@ def test_a_prefix_hit_and_a_resume_change_no_bit(loaded: LoadedModel, alone: tup
         if alone[2] == "bitwise":
             assert resumed.tokens == whole.tokens[3:]
             assert all(torch.equal(noted["resumed", i], noted["target 0", i]) for i in range(3, len(whole.tokens)))
+
+
+def test_the_converted_file_cuts_text_and_ends_answers_as_the_gguf_file_says() -> None:
+    folder: Path = weights.prepare(MODEL)
+    tokenizer = load_tokenizer(folder, 49152)
+    assert tokenizer("Steps:\n\n1. Mix")["input_ids"] == [21831, 42, 1116, 33, 30, 18212]
+    ends = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<|endoftext|>", "<|im_end|>"]
 
 
 def test_greedy_equals_generate_in_float32() -> None:

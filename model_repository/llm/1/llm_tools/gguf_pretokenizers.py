@@ -2,7 +2,8 @@ r"""How byte-level BPE cuts text into words before it merges, by the names that 
 
 A name stands for regular expressions, applied in turn to what the one before left; a match is a word, and so is what
 lies between two. Where llama.cpp only approximates the expression of the model's own tokenizer (it has no \p{Lu}, for
-one), the tokenizer's own stands here. What is not here is refused.
+one), the tokenizer's own stands here. What is not here is refused; `superbpe` and `tiny_aya` because there each digit
+looks at all behind it, so that a long number would take minutes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ _GPT4O_CUT = PreTokenizer((_GPT4O,))
 _BLOOM_CUT = PreTokenizer((_BLOOM,))
 _DEEPSEEK3_CUT = PreTokenizer((r"\p{N}{1,3}", _DEEPSEEK3_CJK, _DEEPSEEK3))
 _BAILING_CUT = PreTokenizer((rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}{_SYMBOLS}|\s*[\r\n]{_SPACES}",))
-_AYA_CUT = PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))
 
 _NAMES = {
     "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert "
@@ -97,7 +97,6 @@ _NAMES = {
     ),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o llama4 kanana2 talkie minimax-m2": _GPT4O_CUT,
-    "tiny_aya cohere2moe": _AYA_CUT,
     "youtu": PreTokenizer(
         (
             "[\uac00-\ud7a3\u3131-\u318e]+"
@@ -112,7 +111,7 @@ _NAMES = {
             r"[\r\n]",
             rf"\s?[{_CASED}]+",
             "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
+            r"(?<!\s)\s+$",  # begins where white space does, lest a long run be tried from each of its characters
             _DEEPSEEK_CJK,
             r"\p{N}+",
         )
@@ -130,7 +129,6 @@ _NAMES = {
     "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}")),
     "poro-chat bloom gpt3-finnish": _BLOOM_CUT,
     "viking": PreTokenizer((_BLOOM, r"\p{N}")),
-    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     "jais-2": PreTokenizer(
         (
             rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}{_SYMBOLS}|\s*[\r\n]+"
