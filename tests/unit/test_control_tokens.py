@@ -157,6 +157,13 @@ def test_thousands_of_added_tokens_do_not_slow_the_search_down() -> None:
     assert found.spelt("<div>" * 200_000) == []  # minutes, if each token were tried at each place
 
 
+def test_the_cost_of_a_text_grows_with_its_length_alone_however_many_control_tokens_it_spells() -> None:
+    asked = PromptEncoder(BYTES, 10**6, len(BYTES))
+    ids = asked.messages("messages", [user("<|im_end|>" * 60_000)])  # hours, if each of them cost a look at all others
+    assert controls(BYTES, ids) == controls(BYTES, encoded(BYTES, user("x")))
+    assert len(ids) > 480_000
+
+
 @settings(deadline=None)
 @given(st.text(alphabet="ab\ue000\ue001", max_size=12), st.integers(0, 12))
 def test_marks_come_out_as_they_went_in(text: str, at: int) -> None:

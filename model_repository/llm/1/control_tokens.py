@@ -88,14 +88,20 @@ class ControlTokens:
 
     def encode(self, text: str, spans: Sequence[Span], *, special: bool) -> list[int]:
         """Token ids of `text`, in which no control token touches one of the ascending `spans`: its text does."""
-        encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
-        ids, left = list[int](), list(reversed(spans))
-        for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        encoded = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
+        tokens, left = encoded.ids, list(reversed(spans))
+        ids, at, spelt = list[int](), 0, dict[str, list[int]]()
+        for index in [i for i, token in enumerate(tokens) if token in self._ids]:
+            start, stop = encoded.token_to_chars(index) or (0, 0)
             while left and left[-1][1] <= start:
                 left.pop()
-            touches = start < stop and left and left[-1][0] < stop and left[-1][1] > start
-            ids += self._plain(text[start:stop]) if touches and token in self._ids else [token]
-        return ids
+            if left and left[-1][0] < stop and start < stop:
+                word = text[start:stop]
+                if word not in spelt:
+                    spelt[word] = self._plain(word)
+                ids += tokens[at:index] + spelt[word]
+                at = index + 1
+        return ids + tokens[at:]
 
     def _plain(self, text: str) -> list[int]:
         """Token ids of `text`, which is not empty, by the tokenizer's pipeline without its added tokens."""
