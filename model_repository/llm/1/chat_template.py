@@ -95,7 +95,7 @@ class ChatTemplate:
         if self._wants_parts and (isinstance(content, str) or not content):
             fitted["content"] = [{"type": "text", "text": content or ""}]
         elif not self._wants_parts and isinstance(content, list):
-            fitted["content"] = "\n".join(part["text"] for part in content)
+            fitted["content"] = "".join(part["text"] for part in content)
         return _with_json([fitted])[0] if self._wants_json else fitted
 
     def _refuse_unread(self, messages: Sequence[Message], options: ChatOptions) -> None:

@@ -89,7 +89,8 @@ class ControlTokens:
     def encode(self, text: str, spans: Sequence[Span], *, special: bool) -> list[int]:
         """Token ids of `text`, in which no control token touches one of the ascending `spans`: its text does."""
         encoded = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
-        tokens, left = encoded.ids, list(reversed(spans))
+        tokens: list[int] = encoded.ids
+        left = list(reversed(spans))
         ids, at, spelt = list[int](), 0, dict[str, list[int]]()
         for index in [i for i, token in enumerate(tokens) if token in self._ids]:
             start, stop = encoded.token_to_chars(index) or (0, 0)
