@@ -77,7 +77,7 @@ class ChatTemplate:
         if options.parse_special or not self._spells(fitting, options):
             return Prompt(render(fitting, options, clock))
         marks = Marks.unused_in("".join((self._source, *_strings(fitting), *_strings(_told(options)))))
-        fitting = [self._marked(message, marks, trusted=message["role"] in _TRUSTED) for message in fitting]
+        fitting = [self._marked_message(message, marks) for message in fitting]
         marked = replace(
             options,
             template_kwargs=self._marked(options.template_kwargs, marks, trusted=True),
@@ -124,17 +124,17 @@ class ChatTemplate:
             return marks.around(value, self._controls.spelt(value, special_only=trusted))
         if isinstance(value, Mapping):
             return {
-                self._marked(key, marks, trusted=trusted): self._ended(item, marks, trusted)
-                if key == "content" and isinstance(item, list)
-                else self._marked(item, marks, trusted=trusted)
+                self._marked(key, marks, trusted=trusted): self._marked(item, marks, trusted=trusted)
                 for key, item in value.items()
             }
         return [self._marked(item, marks, trusted=trusted) for item in value] if isinstance(value, list) else value
 
-    def _ended(self, parts: Sequence[Message], marks: Marks, trusted: bool) -> list[Any]:
-        """Parts, each with a mark behind it, so that no two of them spell a token together."""
-        marked: list[Any] = self._marked(list(parts), marks, trusted=trusted)
-        return [{**part, "text": part["text"] + marks.end} for part in marked[:-1]] + marked[-1:]
+    def _marked_message(self, message: Message, marks: Marks) -> dict[str, Any]:
+        """Its parts end with a mark each, so that no two of them spell a token together."""
+        marked: dict[str, Any] = self._marked(message, marks, trusted=message["role"] in _TRUSTED)
+        if isinstance(parts := marked["content"], list):
+            marked["content"] = [{**part, "text": part["text"] + marks.end} for part in parts[:-1]] + parts[-1:]
+        return marked
 
     def _continued(self, messages: Sequence[Message], options: ChatOptions, clock: datetime) -> str:
         """The prompt up to the end of the last message's text."""

@@ -8,13 +8,17 @@ tokens are those of the whole prompt, as without marks. It does not know message
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from llm_engine.request import RequestError
+
 Span = tuple[int, int]
 _SPACE = "\u2581"  # as SentencePiece writes it
 _PRIVATE = range(0xE000, 0xF8FF)  # code points without a meaning
+_ESCAPE = re.compile(r"\\u[ef][0-9a-f]{3}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,12 @@ class Marks:
 
     @staticmethod
     def unused_in(text: str) -> Marks:
-        """The first two private characters that `text` does not hold."""
-        begin, end, *_ = (chr(code) for code in _PRIVATE if chr(code) not in text)
+        """The first two private characters that `text` does not hold, nor their escapes; RequestError if it has all."""
+        used = {*text, *_ESCAPE.findall(text)}
+        free = (chr(code) for code in _PRIVATE if used.isdisjoint((chr(code), _escaped(chr(code)))))
+        begin, end = next(free, ""), next(free, "")
+        if not end:
+            raise RequestError("messages hold every private character of Unicode; leave two of U+E000 to U+F8FE out")
         return Marks(begin, end)
 
     def around(self, text: str, spans: Iterable[Span]) -> str:
@@ -46,7 +54,7 @@ class Marks:
         pieces, spans = [], list[Span]()
         at, open_at = 0, -1
         for mark in (self.begin, self.end):  # as a filter writes them that leaves ASCII alone
-            text = text.replace(ascii(mark)[1:-1], mark)
+            text = text.replace(_escaped(mark), mark)
         for piece in re.split(f"([{self.begin}{self.end}])", text):
             if piece not in (self.begin, self.end):
                 pieces.append(piece)
@@ -76,7 +84,7 @@ class ControlTokens:
         self._special = re.compile(_any_of({t.content for t in tokens if t.special}) or "(?!)")
         self._normalizer = tokenizer.backend_tokenizer.normalizer if any(t.normalized for t in tokens) else None
         self._ids = {number for number, t in added.items() if t.content in contents}
-        self.longest = max((len(content) for content in contents), default=0)
+        self.longest = sys.maxsize if self._normalizer is not None else max(map(len, contents), default=0)
 
     def spelt(self, text: str, *, special_only: bool = False) -> list[Span]:
         """Where `text` spells control tokens, in ascending order; all of it, if the normalizer has to have its say."""
@@ -120,6 +128,11 @@ class ControlTokens:
         if len(word) > 1 and self._ids.intersection(ids):  # the vocabulary has the control token as a word, too
             return [token for character in word for token in self._word(model, character)]
         return ids
+
+
+def _escaped(character: str) -> str:
+    """As JSON in ASCII writes it."""
+    return f"\\u{ord(character):04x}"
 
 
 def _like_a_tag(content: str) -> bool:
