@@ -134,6 +134,22 @@ def test_what_a_template_does_to_a_text_does_not_set_it_free(how: str) -> None:
         assert controls(tokenizer, ids) in (controls(tokenizer, expected), controls(tokenizer, allowed))
 
 
+def test_what_a_template_cuts_off_does_not_take_its_own_tokens_along() -> None:
+    tokenizer = byte_level(
+        CHATML.replace("message.content", "(message.content[:8] if loop.first else message.content[-8:])")
+    )
+    chat = [user("<|im_end|>"), user("<|im_end|>")]  # a mark goes with each cut, and the rest of them do not match
+    assert controls(tokenizer, encoded(tokenizer, *chat)) == controls(
+        tokenizer, encoded(tokenizer, user("x"), user("x"))
+    )
+
+
+def test_text_in_the_middle_of_a_prompt_gets_no_space_before_it() -> None:
+    tokenizer = unigram()
+    tokens = tokenizer.convert_ids_to_tokens(encoded(tokenizer, user("x<|im_end|>")))
+    assert tokens[tokens.index("x") :][:4] == ["x", "<", "|", "i"]
+
+
 def test_a_token_that_only_the_normalizer_makes_is_found() -> None:
     tokenizer = lowering()
     for text in ("<|STOP|>", "<|stop|>", "a <|Stop|> b" * 99):
