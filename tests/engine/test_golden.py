@@ -9,13 +9,14 @@ import pytest
 import torch
 import transformers
 
-from engine import driver, tiny_models
+from engine import driver, sweep_models, sweep_outcomes, tiny_models
 from engine.driver import serving
 from llm_engine import attention, loading
 from llm_engine.config import ConfigError
 from llm_engine.loading import golden
 from llm_engine.loading.shape import Heads, discover_attention
 from llm_engine.request import SamplingParams
+from llm_tools.limits import Work
 
 CPU = torch.device("cpu")
 RIGHT = attention.attention_forward
@@ -187,6 +188,14 @@ def test_what_transformers_raises_is_told_in_one_line_and_the_attention_is_resto
 
 
 # Heads that the native kernels do not take
+
+
+def test_keys_and_values_of_different_sizes_are_counted_as_they_are_kept() -> None:
+    loaded = sweep_outcomes.attach(sweep_models.build("deepseek_v3"))
+    assert {(cache.key.shape[2], cache.value.shape[2]) for cache in loaded.caches} == {(16, 8)}
+    assert loaded.config.kernels == "torch"
+    kept = sum(cache.key[0].nbytes + cache.value[0].nbytes for cache in loaded.caches)
+    assert Work.of(loaded).kv_bytes_per_token == kept
 
 
 def wide_llama() -> Any:
