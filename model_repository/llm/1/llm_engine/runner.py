@@ -83,7 +83,7 @@ class Runner:
         self.model_seconds += perf_counter() - started
         if not batch.sampled:
             return InFlight(plan, (), self._event())
-        return InFlight(plan, self._sample(batch, logits), self._event())
+        return InFlight(plan, self._sample(batch, logits, 0, batch.sampled), self._event())
 
     def collect(self, step: InFlight) -> list[Drawn]:
         """Wait for a step; return what its sampling chunks drew, in the plan's order."""
@@ -137,30 +137,22 @@ class Runner:
                 step = self.launch(Plan((Chunk(request, start, count, samples=True),)))
                 request.tokens.append(self.collect(step)[0].token)
 
-    def _sample(self, batch: Batch, logits: Tensor) -> tuple[Sampled | Exception, ...]:
-        """Draw for all rows at once; if that fails, for each by itself, so that only those end that cannot be drawn."""
+    def _sample(self, batch: Batch, logits: Tensor, first: int, end: int) -> tuple[Sampled | Exception, ...]:
+        """Draw for rows `first` to `end` at once; if that fails, for each alone: only those end that cannot be drawn."""
+        rows = slice(first, end)
+        index, positions = batch.seat_index[rows], batch.answer_positions[rows]
         try:
-            return (self._draw(batch, logits, slice(0, batch.sampled)),)
+            sampled = self._sampler.sample(logits[rows], list(batch.seats[rows]), index, positions)
         except Exception as error:
             if is_device_lost(error):
                 raise
-            log.exception("sampling failed; each row is now drawn by itself")
-        parts: list[Sampled | Exception] = []
-        for row in range(batch.sampled):
-            try:
-                parts.append(self._draw(batch, logits, slice(row, row + 1)))
-            except Exception as error:
-                if is_device_lost(error):
-                    raise
-                log.exception("a row could not be drawn")
-                parts.append(error)
-        return tuple(parts)
-
-    def _draw(self, batch: Batch, logits: Tensor, rows: slice) -> Sampled:
-        index = batch.seat_index[rows]
-        sampled = self._sampler.sample(logits[rows], list(batch.seats[rows]), index, batch.answer_positions[rows])
-        self._last_token[index] = sampled.tokens
-        return sampled
+            log.exception("%d rows could not be drawn", end - first)
+            if end - first == 1:
+                return (error,)
+        else:
+            self._last_token[index] = sampled.tokens
+            return (sampled,)
+        return tuple(part for row in range(first, end) for part in self._sample(batch, logits, row, row + 1))
 
     def _scratch_request(self, tokens: int) -> Request:
         ids = [(7919 * i + 11) % self.loaded.vocab_size for i in range(tokens)]
