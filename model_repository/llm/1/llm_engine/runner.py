@@ -138,7 +138,7 @@ class Runner:
                 request.tokens.append(self.collect(step)[0].token)
 
     def _sample(self, batch: Batch, logits: Tensor, first: int, end: int) -> tuple[Sampled | Exception, ...]:
-        """Draw for rows `first` to `end` at once; if that fails, for each alone: only those end that cannot be drawn."""
+        """Draw for rows `first` to `end` at once, or, if that fails, for each alone; only those end that fail again."""
         rows = slice(first, end)
         index, positions = batch.seat_index[rows], batch.answer_positions[rows]
         try:
