@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import driver
-from llm_engine import attention
 from llm_engine.attention import KVCache, Layout, Mask
 from llm_engine.batch import Batch, Span
+from llm_kernels import tiles
 from llm_kernels.native import PagedLayout
 
 TOLERANCE = {"float32": 3e-5, "bfloat16": 0.03}  # absolute, of values around 1; bf16 rounds weights and results
@@ -111,7 +111,7 @@ class Memory:
         batch = Batch(mapping, mapping, mapping, tuple(spans), mapping, 0, (), mapping, mapping)
         layout: Layout = PagedLayout.of(batch, layer.block_size, threads)
         if oracle:
-            layout = attention.tile_layout(batch, layer.block_size, self.cache.zero_slot)
+            layout = tiles.tile_layout(batch, layer.block_size, self.cache.zero_slot)
         query, key, value = inputs
         out = layout.attend(query, key, value, self.cache, layer.mask())
         assert out.shape == query.shape

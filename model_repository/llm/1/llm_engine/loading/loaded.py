@@ -8,10 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from llm_kernels import native
+from llm_kernels import native, tiles
 from llm_kernels.native import NativeLlama
 
-from .. import attention
 from ..attention import KVCache, Layout
 from ..batch import Batch
 from ..config import EngineConfig
@@ -48,7 +47,7 @@ class LoadedModel:
         """Logits [head rows, vocabulary] of `batch`; the KV of its rows is written. head_rows: int64 [heads]."""
         block_size = self.config.block_size
         if self.config.kernels == "torch":
-            layout: Layout = attention.tile_layout(batch, block_size, self.caches[0].zero_slot)
+            layout: Layout = tiles.tile_layout(batch, block_size, self.caches[0].zero_slot)
         else:
             layout = native.PagedLayout.of(batch, block_size, self.config.threads)
             if self.llama is not None:
