@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chat_options import ChatOptions
 from engine import scripted
 from engine.driver import WAIT, serving
 from prompts import PromptEncoder
 
 LONG = "a b " * 5000
+PLAIN = ChatOptions()
 
 
 class Slow(PromptEncoder):
@@ -31,7 +33,7 @@ class Slow(PromptEncoder):
         self.fault: Exception | None = None
         self._max_bytes = 10 * len(LONG)
 
-    def text(self, field: str, text: str, *, special: bool = True, fits: bool = False) -> list[int]:
+    def text(self, field: str, text: str, options: ChatOptions = PLAIN, *, fits: bool = False) -> list[int]:
         self.texts.append(text)
         if len(text) > 1000:
             self.begun.set()
@@ -39,7 +41,7 @@ class Slow(PromptEncoder):
             if self.fault is not None:
                 raise self.fault
             text = text[:16]
-        return super().text(field, text, special=special, fits=fits)
+        return super().text(field, text, options, fits=fits)
 
 
 class Input:
