@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from chat_options import ChatOptions
 from llm_engine.request import RequestError, check_token_ids
 from prompts import PromptEncoder
 from unit.test_text import byte_fallback, byte_level, metaspace, word_piece
@@ -34,7 +35,7 @@ def test_a_text_has_the_ids_that_the_tokenizer_gives_it(text: str, special: bool
     for tokenizer in (byte_level(), byte_fallback(), metaspace(), with_start()):
         encoder = PromptEncoder(tokenizer, 1000, len(tokenizer))
         expected = tokenizer(text, add_special_tokens=special)["input_ids"]
-        assert encoder.text("text_input", text, special=special) == expected
+        assert encoder.text("text_input", text, ChatOptions(add_special_tokens=special)) == expected
 
 
 def test_a_text_is_encoded_without_the_interpreters_lock_and_without_what_nobody_needs() -> None:
