@@ -96,7 +96,8 @@ class ControlTokens:
 
     def encode(self, text: str, spans: Sequence[Span], *, special: bool) -> list[int]:
         """Token ids of `text`, in which no control token touches one of the ascending `spans`: its text does."""
-        encoded = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
+        # A batch of one, for only batches are encoded without the interpreter's lock.
+        (encoded,) = self._tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=special)
         tokens: list[int] = encoded.ids
         left = list(reversed(spans))
         ids, at, spelt = list[int](), 0, dict[str, list[int]]()
