@@ -103,10 +103,11 @@ def test_a_stop_string_that_began_before_the_cut_still_ends_the_answer(wire: Wir
 
 
 def test_tokens_that_already_end_the_answer_get_the_reason_alone(wire: Wire, info: ServerInfo) -> None:
-    (eos,) = eos_token_ids(info)
+    ends = eos_token_ids(info)
+    assert len(ends) == 2  # of the text, and of a turn
     for extra, ids, reason in (
         ({}, [5, 6, 7], "length"),
-        ({}, [5, eos], "stop"),
+        *(({}, [5, end], "stop") for end in ends),
         ({"stop_token_ids": [6]}, [5, 6], "stop"),
     ):
         (only,) = wire.ask(text_input=PROMPT, max_tokens=3, resume_token_ids=ids, seed=4, **extra)
