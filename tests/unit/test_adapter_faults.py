@@ -69,6 +69,7 @@ class Engine:
     """Notes what is submitted, but for what `breaks`."""
 
     defaults = SamplingParams()
+    vocab_size = 100
     config = SimpleNamespace(max_queue_seconds=60.0)
 
     def __init__(self) -> None:
@@ -111,9 +112,58 @@ def test_a_request_that_cannot_be_read_hears_one_final_and_the_next_is_accepted(
     assert adapter._engine.metrics.failed == 1
 
 
-@pytest.mark.parametrize("breaks", ["request_id", "get_response_sender"])
-def test_a_request_that_nobody_can_be_told_of_does_not_take_the_next_one_along(adapter: Any, breaks: str) -> None:
-    bad, good = Request(breaks), Request()
+def test_a_request_whose_id_cannot_be_asked_hears_one_final_under_a_name_of_ours(adapter: Any) -> None:
+    bad, good = Request("request_id"), Request()
+    served(adapter, bad, good)
+    assert (len(bad.sender.sent), bad.sender.finals) == (1, 1)
+    assert bad.sender.error.startswith("internal error: Broken [request=auto-")
+    assert len(adapter._engine.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("breaks", "told"),
+    [
+        ("request_id", "the request id is not valid UTF-8 [request=auto-"),
+        ("parameters", "a request parameter, or its name, is not valid UTF-8 [request=good "),
+    ],
+)
+def test_what_is_no_utf8_is_refused_with_one_final(adapter: Any, breaks: str, told: str) -> None:
+    bad, good = Request(), Request()
+    setattr(bad, breaks, lambda: b"a\xff".decode())
+    served(adapter, bad, good)
+    assert (len(bad.sender.sent), bad.sender.finals) == (1, 1)
+    assert bad.sender.error.startswith(told)
+    assert bad.sender.error.endswith(" code=INVALID_ARG]")
+    assert len(adapter._engine.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("identity", "told"),
+    [
+        ("chat-7.a:b@c/d+e", "chat-7.a:b@c/d+e"),
+        ("a b\nc\u2028d", "a_b_c_d"),
+        ("x tokens=9 code=UNAVAILABLE] [request=y", "x_tokens_9_code_UNAVAILABLE___request_y"),
+        ("\u00e9", "_"),
+    ],
+)
+def test_no_request_id_can_be_taken_for_another_part_of_an_errors_tail(adapter: Any, identity: str, told: str) -> None:
+    bad = Request()
+    bad.request_id = lambda: identity
+    adapter._engine.fault = RequestError("no")
+    served(adapter, bad)
+    assert bad.sender.error == f"no [request={told} tokens=0 code=INVALID_ARG]"
+
+
+def test_an_error_is_one_line_whatever_it_quotes(adapter: Any) -> None:
+    adapter._engine.fault = RequestError("a\nb\r\nc\u2028d\ud800" + "x" * 5000)
+    bad = Request()
+    served(adapter, bad)
+    assert bad.sender.error.startswith("a b c d?xxx")
+    assert len(bad.sender.error) < 900
+
+
+def test_a_request_that_nobody_can_be_told_of_does_not_take_the_next_one_along(adapter: Any) -> None:
+    bad, good = Request("get_response_sender"), Request()
     served(adapter, bad, good)
     assert (bad.sender.sent, len(adapter._engine.submitted)) == ([], 1)
 

@@ -85,7 +85,7 @@ def test_a_template_gets_arguments_as_it_reads_them_however_they_were_sent(argum
         (calling("{"), "messages[0].tool_calls[0].function.arguments is not valid JSON"),
         (calling("[1]"), "messages[0].tool_calls[0].function.arguments must be a JSON object, got list"),
         (calling(3), "messages[0].tool_calls[0].function.arguments must be a JSON object, got int"),
-        (calling('{"a":' * 99_999), "messages[0].tool_calls[0].function.arguments is not valid JSON"),
+        (calling('{"a":' * 99_999), "messages[0].tool_calls[0].function.arguments is nested too deeply"),
         (CALL, 'messages[0].tool_calls[0] must be like {"function"'),
         (CALL | {"tool_calls": {}}, "messages[0].tool_calls must be a list"),
         (CALL | {"tool_calls": ["f"]}, 'messages[0].tool_calls[0] must be like {"function"'),

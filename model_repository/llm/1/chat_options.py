@@ -6,14 +6,14 @@ It does not know any template.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from json_text import DEEPEST, nested_too_deeply, read_json
 from llm_engine.request import RequestError
+from quoted import quoted
 
-DEEPEST = 64  # levels of objects and arrays; templates and tools of real use stay under ten
 _ENDS = ("add_generation_prompt", "continue_final_message")
 _SHORTHANDS = ("enable_thinking", "reasoning_effort")
 
@@ -56,8 +56,8 @@ def chat_options(values: Mapping[str, Any]) -> ChatOptions:
     for name in _SHORTHANDS:
         if name in values and variables.setdefault(name, values[name]) != values[name]:
             raise RequestError(
-                f"{name} is given twice with different values: {variables[name]!r} in chat_template_kwargs "
-                f"and {values[name]!r}"
+                f"{name} is given twice with different values: {quoted(variables[name])} in chat_template_kwargs "
+                f"and {quoted(values[name])}"
             )
     new, old = (values.get(name) for name in _ENDS)
     if new and old:
@@ -83,16 +83,13 @@ def as_bool(name: str, value: object) -> bool:
         return True
     if text in ("false", "0"):
         return False
-    raise RequestError(f"{name} must be true or false, got {value!r}")
+    raise RequestError(f"{name} must be true or false, got {quoted(value)}")
 
 
 def from_json(name: str, value: object) -> Any:
     """What `value` says if it is text, which must be JSON; else itself. Deep nesting is refused."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value) if value else None
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{name} is not valid JSON: {error}") from None
+        value = read_json(name, value) if value else None
     refuse_deep(name, value)
     return value
 
@@ -104,7 +101,7 @@ def refuse_deep(name: str, value: object) -> None:
         level = [item for part in level for item in _items(part)]
         if not level:
             return
-    raise RequestError(f"{name} is nested too deeply: at most {DEEPEST} levels of objects and arrays are read")
+    raise nested_too_deeply(name)
 
 
 def _items(value: object) -> list[Any]:
@@ -135,7 +132,7 @@ def _as_tools(name: str, value: object) -> tuple[Mapping[str, Any], ...]:
     tools = _as_objects(name, value)
     for index, tool in enumerate(tools):
         if tool.get("type", "function") != "function":
-            raise RequestError(f'{name}[{index}] is of type {tool["type"]!r}; only "function" is known')
+            raise RequestError(f'{name}[{index}] is of type {quoted(tool["type"])}; only "function" is known')
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f'{name}[{index}] must be like {{"type": "function", "function": {{"name": "..."}}}}')
@@ -144,13 +141,13 @@ def _as_tools(name: str, value: object) -> tuple[Mapping[str, Any], ...]:
 
 def _as_tool_choice(name: str, value: object) -> str:
     if value not in ("none", "auto"):
-        raise RequestError(f'{name} may be "auto" or "none", got {value!r}: this server cannot force a tool call')
+        raise RequestError(f'{name} may be "auto" or "none", got {quoted(value)}: this server cannot force a tool call')
     return str(value)
 
 
 def _as_effort(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string, got {value!r}")
+        raise RequestError(f"{name} must be a string, got {quoted(value)}")
     return value
 
 

@@ -17,9 +17,11 @@ import jinja2
 from chat_options import ChatOptions
 from control_tokens import ControlTokens, Marks, Span
 from llm_engine.request import RequestError
+from quoted import quoted
 from template_environment import compiled, variables
 
 Message = Mapping[str, Any]
+_MAX_NAME = 64  # characters of a variable's name that is told as it is
 _GIVEN = frozenset(
     (
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
@@ -109,10 +111,11 @@ class ChatTemplate:
         own = sorted(self._variables - _GIVEN)
         for name, value in options.template_kwargs.items():
             if name in _GIVEN:
-                raise RequestError(f"chat_template_kwargs may not hold {name!r}, which the server sets")
+                raise RequestError(f"chat_template_kwargs may not hold {quoted(name)}, which the server sets")
             if name not in self._variables and value not in _IDLE.get(name, ()):
                 known = f"it reads {', '.join(own)}" if own else "it reads none"
-                raise RequestError(f"{name}: this model's chat template does not read this variable; {known}")
+                told = name if name.isidentifier() and len(name) <= _MAX_NAME else quoted(name)
+                raise RequestError(f"{told}: this model's chat template does not read this variable; {known}")
 
     def _spells(self, messages: Sequence[Message], options: ChatOptions) -> bool:
         """Whether anything spells a control token, be it across two parts."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_LONGEST_NEUTRAL = 256  # characters of JSON text that may ask for nothing
+
 
 @dataclass(frozen=True, slots=True)
 class Synonym:
@@ -40,7 +42,7 @@ class Refused:
 
 
 def _spelt(value: Any) -> Any:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or len(value) > _LONGEST_NEUTRAL:
         return value
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))

@@ -5,11 +5,12 @@ Whatever is wrong is a RequestError naming the message. It does not know any tem
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from chat_options import from_json, refuse_deep
+from json_text import read_json
 from llm_engine.request import RequestError
+from quoted import quoted
 
 _TEXT_PARTS = (None, "text", "input_text", "output_text")  # OpenAI's two APIs; None: a part that only has a text
 
@@ -20,27 +21,11 @@ def read_messages(field: str, payload: str) -> list[dict[str, Any]]:
     Each has a `role`; its `content` is text, or a list of parts {"type": "text", "text": ...} where parts were sent.
     Arguments of tool calls that came as JSON text are objects.
     """
-    try:
-        messages = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{field} is not valid JSON: {error}") from None
+    messages = read_json(field, payload, None)
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"{field} must be a JSON array with at least one message")
     refuse_deep(field, messages)
     return [_message(f"{field}[{i}]", message) for i, message in enumerate(messages)]
-
-
-def refuse_half_characters(name: str, text: str) -> None:
-    """Refuse JSON whose escapes spell a lone surrogate: no tokenizer takes it, and no answer could repeat it."""
-    if "\\ud" not in text.lower():
-        return
-    try:
-        json.dumps(json.loads(text), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise RequestError(f"{name} holds half a character (lone surrogate) {half}") from None
-    except (ValueError, RecursionError):
-        return  # not JSON: whoever reads it says so
 
 
 def _message(field: str, message: object) -> dict[str, Any]:
@@ -69,7 +54,7 @@ def _part(field: str, part: object) -> dict[str, Any]:
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if not isinstance(part, dict) or kind not in _TEXT_PARTS:
-        raise RequestError(f'{field} is of type {kind!r}; this model reads text alone, in parts of type "text"')
+        raise RequestError(f'{field} is of type {quoted(kind)}; this model reads text alone, in parts of type "text"')
     if not isinstance(part.get("text"), str):
         raise RequestError(f'{field} must hold a string called "text"')
     return {**part, "type": "text"}

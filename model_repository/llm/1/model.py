@@ -25,7 +25,7 @@ import triton_python_backend_utils as pb_utils
 
 from preparer import LONG_BYTES, SWITCH_SECONDS, Preparer
 from replies import Replies, Reply, Stream, int32, internal, request_log, string
-from wire import MAX_ID_BYTES, Call, Operation, input_bytes, read_call
+from wire import MAX_ID_BYTES, Call, Operation, input_bytes, read_call, read_id
 
 YIELD_SECONDS = 0.02  # a full instance holds back so long, for another one with room to take the next request
 log = logging.getLogger("tokenstream")
@@ -113,9 +113,9 @@ class TritonPythonModel:
         self._replies.stop()
 
     def _accept(self, request: Any) -> None:
-        identity = request.request_id() or f"auto-{secrets.token_hex(6)}"  # what the log and an error have in common
-        stream = Stream(request.get_response_sender(), Call(request_id=identity[:MAX_ID_BYTES]))
-        self._answering(stream, partial(self._read, stream, request, identity))
+        name = f"auto-{secrets.token_hex(6)}"  # what the log and an error have in common where the client gave none
+        stream = Stream(request.get_response_sender(), Call(request_id=name))  # first: whatever fails has an answer
+        self._answering(stream, partial(self._read, stream, request))
 
     def _answering(self, stream: Stream, work: Callable[[], None]) -> None:
         """Do work for a request; whatever fails is its answer."""
@@ -131,11 +131,13 @@ class TritonPythonModel:
             self._engine.metrics.count_ended("failed")
             self._replies.put(Reply(stream, [], internal(error, own_fault=True)))
 
-    def _read(self, stream: Stream, request: Any, identity: str) -> None:
+    def _read(self, stream: Stream, request: Any) -> None:
         """Read a request and serve it: here if its work is short, else on the preparer's thread."""
+        identity = read_id(request) or stream.call.request_id
+        stream.call = Call(request_id=identity[:MAX_ID_BYTES])
         size = input_bytes(request)
         self._prompts.check_size(size)
-        stream.call = call = read_call(request, identity, self._engine.defaults)
+        stream.call = call = read_call(request, identity, self._engine.defaults, self._engine.vocab_size)
         if size < LONG_BYTES:
             self._serve(stream)
             return

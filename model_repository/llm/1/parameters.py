@@ -6,7 +6,6 @@ naming what was sent. It does not know tensors, nor what the parameters do.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,7 +14,9 @@ from typing import Any
 import chat_options
 from chat_options import ChatOptions, as_bool
 from foreign_names import FOREIGN, NO_EFFECT, Refused, Synonym
-from llm_engine.request import RequestError, SamplingParams
+from json_text import read_json
+from llm_engine.request import MAX_COUNT, MAX_STOP_TOKEN_IDS, RequestError, SamplingParams, check_token_ids
+from quoted import quoted
 
 NAMES = tuple(field.name for field in fields(SamplingParams))
 
@@ -34,10 +35,13 @@ def is_known(name: str) -> bool:
     return name in _COERCE or name in FOREIGN or name in NO_EFFECT
 
 
-def read_parameters(given: Iterable[tuple[str, Any]], defaults: SamplingParams) -> tuple[SamplingParams, ChatOptions]:
+def read_parameters(
+    given: Iterable[tuple[str, Any]], defaults: SamplingParams, vocabulary: int = MAX_COUNT
+) -> tuple[SamplingParams, ChatOptions]:
     """What all of `given`, pairs of name and value, say together; null says nothing.
 
     What is not given of the sampling is `defaults`', a model's generation_config say. The same may be given twice.
+    Ids that end an answer lie below `vocabulary`, which the engine checks too, but for names that it does not know.
     """
     values: dict[str, _Value] = {}
     for name, value in given:
@@ -45,7 +49,7 @@ def read_parameters(given: Iterable[tuple[str, Any]], defaults: SamplingParams) 
             _enter(values, name, value)
     means = {ours: value.means for ours, value in values.items()}
     params = replace(defaults, **{name: means[name] for name in NAMES if name in means})
-    return _derived(params, values), chat_options.chat_options(means)
+    return _derived(params, values, vocabulary), chat_options.chat_options(means)
 
 
 def _enter(values: dict[str, _Value], name: str, value: Any) -> None:
@@ -54,19 +58,19 @@ def _enter(values: dict[str, _Value], name: str, value: Any) -> None:
     if isinstance(foreign, Refused):
         if foreign.passes(value):
             return
-        raise RequestError(f"{name} is not supported here (got {value!r}): {foreign.reason}")
+        raise RequestError(f"{name} is not supported here (got {quoted(value)}): {foreign.reason}")
     if isinstance(foreign, Synonym):
         ours, value = foreign.ours, foreign.convert(value)
     elif name not in _COERCE:
         known = ", ".join(sorted((*NAMES, *chat_options.COERCE)))
-        raise RequestError(f"sampling parameter {name!r} is unknown; known ones are {known}")
+        raise RequestError(f"sampling parameter {quoted(name)} is unknown; known ones are {known}")
     if name == "logprobs" and isinstance(value, bool):  # the chat API's: whether, and top_logprobs says how many
         ours, value = ("return_logprobs", True) if value else ("logprobs", None)
     means = None if value is None else _meaning(name, ours, value)
     before = values.setdefault(ours, _Value(name, sent, means))
     if before.means != means:
         which = name if before.name == name else f"{before.name}, which is {name},"
-        raise RequestError(f"{which} is given twice with different values: {before.sent!r} and {sent!r}")
+        raise RequestError(f"{which} is given twice with different values: {quoted(before.sent)} and {quoted(sent)}")
 
 
 def _meaning(name: str, ours: str, value: Any) -> Any:
@@ -80,7 +84,7 @@ def _meaning(name: str, ours: str, value: Any) -> Any:
     return means
 
 
-def _derived(params: SamplingParams, values: Mapping[str, _Value]) -> SamplingParams:
+def _derived(params: SamplingParams, values: Mapping[str, _Value], vocabulary: int) -> SamplingParams:
     """With what parameters that are none of SamplingParams' ask of it."""
     changes: dict[str, Any] = {}
     if "do_sample" in values:
@@ -88,15 +92,22 @@ def _derived(params: SamplingParams, values: Mapping[str, _Value]) -> SamplingPa
         if "temperature" in values and draws != warm:
             temperature = values["temperature"]
             raise RequestError(
-                f"do_sample {str(draws).lower()} contradicts {temperature.name} {temperature.sent!r}; send one of them"
+                f"do_sample {str(draws).lower()} contradicts {temperature.name} {quoted(temperature.sent)}; "
+                f"send one of them"
             )
         if draws != warm:
             changes["temperature"] = 1.0 if draws else 0.0
     if "return_logprobs" in values and values["return_logprobs"].means and params.logprobs is None:
         changes["logprobs"] = 0
     if "end_id" in values:
-        more = [i for i in values["end_id"].means if i not in params.stop_token_ids]
-        changes["stop_token_ids"] = (*params.stop_token_ids, *more)
+        ends = values["end_id"]
+        check_token_ids(ends.name, ends.means, vocabulary)
+        ids = tuple(dict.fromkeys((*params.stop_token_ids, *ends.means)))
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"{ends.name} and stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids together, got {len(ids)}"
+            )
+        changes["stop_token_ids"] = ids
     return replace(params, **changes) if changes else params
 
 
@@ -112,34 +123,34 @@ def _as_int(name: str, value: object) -> int:
         try:
             return int(value)
         except ValueError:
-            raise RequestError(f"{name} must be an integer, got {value!r}") from None
+            raise RequestError(f"{name} must be an integer, got {quoted(value)}") from None
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
-        raise RequestError(f"{name} must be an integer, got {value!r}")
+        raise RequestError(f"{name} must be an integer, got {quoted(value)}")
     return int(value)
 
 
 def _as_float(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise RequestError(f"{name} must be a number, got {value!r}")
+        raise RequestError(f"{name} must be a number, got {quoted(value)}")
     try:
         return float(value)
     except OverflowError:  # an integer of more than 308 digits
         return math.inf if isinstance(value, int) and value > 0 else -math.inf
     except ValueError:
-        raise RequestError(f"{name} must be a number, got {value!r}") from None
+        raise RequestError(f"{name} must be a number, got {quoted(value)}") from None
 
 
 def _as_strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-        raise RequestError(f"{name} must be a string or a list of strings, got {value!r}")
+        raise RequestError(f"{name} must be a string or a list of strings, got {quoted(value)}")
     return tuple(value)
 
 
 def _as_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} must be a list of token ids, got {value!r}")
+        raise RequestError(f"{name} must be a list of token ids, got {quoted(value)}")
     return tuple(_as_int(name, v) for v in value)
 
 
@@ -157,12 +168,9 @@ def _as_seed(name: str, value: object) -> int | None:
 
 def _as_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise RequestError(f"{name} must be an object of token id to bias, got {value!r}") from None
+        value = read_json(name, value)
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name} must be an object of token id to bias, got {value!r}")
+        raise RequestError(f"{name} must be an object of token id to bias, got {quoted(value)}")
     return tuple(sorted((_as_int(name, k), _as_float(name, v)) for k, v in value.items()))
 
 

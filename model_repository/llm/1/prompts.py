@@ -18,6 +18,7 @@ from control_tokens import ControlTokens, Span
 from llm_engine.fit import check_length
 from llm_engine.request import RequestError, check_token_ids, is_unicode
 from llm_engine.text import backend
+from quoted import quoted
 
 ESCAPED = 6  # bytes that JSON may take for one: \u0041
 OTHER_BYTES = 2**20  # of whatever comes beside a prompt
@@ -75,7 +76,9 @@ class PromptEncoder:
             raise RequestError(f"{field}: this model has no chat template; send text_input instead")
         last = f"{field}[{len(messages) - 1}]"
         if options.continue_final_message and messages[-1]["role"] != "assistant":
-            raise RequestError(f"continue_final_message: {last} is of role {messages[-1]['role']!r}, not assistant")
+            raise RequestError(
+                f"continue_final_message: {last} is of role {quoted(messages[-1]['role'])}, not assistant"
+            )
         if (
             messages[-1]["role"] == "assistant"
             and options.add_generation_prompt is options.continue_final_message is None

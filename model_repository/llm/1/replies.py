@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from wire import Call
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 LONGEST_MESSAGE = 800  # characters of an error; it may quote what a client sent, which may be megabytes
+_NOT_IN_A_TAIL = re.compile(r"[^A-Za-z0-9._:@/+-]")  # of an id: it could not be told from the tail's other parts
 log = logging.getLogger("tokenstream")
 request_log = logging.getLogger("tokenstream.requests")  # lines of JSON, without anything before them
 
@@ -49,7 +51,7 @@ class Stream:
             try:
                 self.cancelled = bool(self.sender.is_cancelled())
             except Exception:
-                log.exception("whether the client of request %s has gone is not asked again", self.call.request_id)
+                log.exception("whether the client of request %r has gone is not asked again", self.call.request_id)
                 self.mute = True
             return self.cancelled
 
@@ -141,7 +143,7 @@ class Replies:
             own_fault = False
             self._send(stream, deltas[-1], tensors, begins=begins)
         except Exception as error:
-            log.exception("a response of request %s could not be sent", stream.call.request_id)
+            log.exception("a response of request %r could not be sent", stream.call.request_id)
             self.streams.pop(key, None)
             self._finish(stream, [], internal(error, own_fault=own_fault))
             self._cancel(key)
@@ -181,7 +183,7 @@ class Replies:
         try:
             self._send_final(stream, tensors, error)
         except Exception as fault:
-            log.exception("the last response of request %s could not be sent", name)
+            log.exception("the last response of request %r could not be sent", name)
             error = internal(fault)
             try:
                 self._send_final(stream, [], error)
@@ -191,20 +193,20 @@ class Replies:
             if request_log.isEnabledFor(logging.INFO):
                 request_log.info("%s", json.dumps(self._line(stream, error, last)))
         except Exception:
-            log.exception("request %s could not be logged", name)
+            log.exception("request %r could not be logged", name)
 
     def _send_final(self, stream: Stream, tensors: list[Any], error: Any) -> None:
         failure = None
         if error is not None:
-            note = f"request={stream.call.request_id} tokens={stream.tokens} code={error.code}"
+            name = _NOT_IN_A_TAIL.sub("_", stream.call.request_id)
+            note = f"request={name} tokens={stream.tokens} code={error.code}"
             if error.retry_after is not None:
                 note += f" retry_after={error.retry_after:.2f}"
             if error.own_fault:
                 note += " fault=request"
-            message = error.message
-            if len(message) > LONGEST_MESSAGE:
-                message = message[:LONGEST_MESSAGE] + "..."
-            failure = pb_utils.TritonError(f"{message} [{note}]", getattr(pb_utils.TritonError, error.code))
+            failure = pb_utils.TritonError(
+                f"{_one_line(error.message)} [{note}]", getattr(pb_utils.TritonError, error.code)
+            )
         stream.sender.send(pb_utils.InferenceResponse(tensors, failure), FINAL)
 
     def _line(self, stream: Stream, error: Any, last: Any) -> dict[str, Any]:
@@ -222,6 +224,13 @@ class Replies:
         if self._log_prompts:
             line["prompt"] = call.text or call.messages or call.input_ids
         return line
+
+
+def _one_line(message: str) -> str:
+    """An error's message as it is sent: the last guard, for whoever makes one quotes what a client sent."""
+    if len(message) > LONGEST_MESSAGE:
+        message = message[:LONGEST_MESSAGE] + "..."
+    return " ".join(message.encode(errors="replace").decode().splitlines())
 
 
 def internal(error: Exception, *, own_fault: bool = False) -> Any:

@@ -17,11 +17,26 @@ from typing import Any, cast
 import numpy as np
 
 from chat_options import COERCE, ChatOptions
-from llm_engine.request import RequestError, SamplingParams, is_unicode
-from messages import read_messages, refuse_half_characters
+from json_text import read_json
+from llm_engine.request import (
+    MAX_BAD_WORDS,
+    MAX_COUNT,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RequestError,
+    SamplingParams,
+    is_unicode,
+)
+from messages import read_messages
 from parameters import NAMES, is_known, read_parameters
+from quoted import quoted
 
-_LISTS = frozenset({"stop_words", "bad_words", "stop_token_ids"})  # inputs of several elements
+_LISTS = {  # inputs of several elements, and how many say something
+    "stop_words": MAX_STOP_STRINGS,
+    "bad_words": MAX_BAD_WORDS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+}
+_MAX_ELEMENTS = 1024  # of these, the empty ones included, and of any other input of strings
 _OWN_INPUTS = frozenset(
     (
         *("text_input", "messages", "input_ids", "sampling_parameters", "operation", "stream"),
@@ -33,7 +48,9 @@ _NEARLY = tuple({*NAMES, *COERCE, *_LISTS, *_OWN_PARAMETERS})
 MAX_ID_BYTES = 256
 _MAX_SALT_BYTES = 1024
 _MAX_TIMEOUT = 2**64 - 1  # microseconds: Triton's own are 64 bits
-_MAX_DIGITS = 4300  # of an integer, for Python
+_MAX_PARAMETERS = 256  # request parameters
+_MAX_PARAMETERS_CHARACTERS = 2**20  # of all of them together, as the JSON that Triton hands over
+_MAX_NAME = 64  # characters of an unknown parameter's name that is compared with the known ones
 
 
 class Operation(Enum):
@@ -68,27 +85,48 @@ class Call:
     outputs: frozenset[str] = frozenset()
 
 
+def read_id(request: Any) -> str:
+    """A Triton request's id, "" if it has none; RequestError if it is no text."""
+    try:
+        return str(request.request_id())
+    except UnicodeDecodeError:
+        raise RequestError("the request id is not valid UTF-8") from None
+
+
 def input_bytes(request: Any) -> int:
-    """Bytes of all inputs of a Triton InferenceRequest, which is roughly what its preparation costs."""
-    arrays = [tensor.as_numpy() for tensor in request.inputs()]
-    return sum(sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes for array in arrays)
+    """Bytes of all inputs of a Triton InferenceRequest, which is roughly what its preparation costs.
+
+    Strings that are too many to be counted are a RequestError.
+    """
+    return sum(_bytes(tensor.name(), tensor.as_numpy()) for tensor in request.inputs())
 
 
-def read_call(request: Any, request_id: str, defaults: SamplingParams) -> Call:
-    """Read a Triton InferenceRequest, known as `request_id`; RequestError if anything in it cannot be honoured."""
+def _bytes(name: str, array: Any) -> int:
+    if array.dtype != np.object_:
+        return int(array.nbytes)
+    if array.size > _MAX_ELEMENTS:  # strings of no bytes cost as much
+        raise RequestError(f"{name} may hold at most {_LISTS.get(name, 1)} entries, got {array.size}")
+    return sum(map(len, array.flat))
+
+
+def read_call(request: Any, request_id: str, defaults: SamplingParams, vocabulary: int = MAX_COUNT) -> Call:
+    """Read a Triton InferenceRequest, known as `request_id`; RequestError if anything in it cannot be honoured.
+
+    Token ids that an answer may hold lie below `vocabulary`.
+    """
     if (size := len(request_id.encode())) > MAX_ID_BYTES:
         raise RequestError(f"the request id may have at most {MAX_ID_BYTES} bytes, got {size}")
+    parameters = _request_parameters(request)
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
-    parameters = json.loads(request.parameters() or "{}")
     call = Call(request_id=request_id, outputs=frozenset(request.requested_output_names()))
     operation = _one(inputs, "operation", _text)
     try:
         call.operation = Operation(operation or "generate")
     except ValueError:
         known = ", ".join(o.value for o in Operation)
-        raise RequestError(f"operation must be one of {known}, got {operation!r}") from None
+        raise RequestError(f"operation must be one of {known}, got {quoted(operation)}") from None
     _read_prompt(call, inputs)
-    call.params, call.chat = read_parameters(_parameters(inputs, parameters), defaults)
+    call.params, call.chat = read_parameters(_parameters(inputs, parameters), defaults, vocabulary)
     if call.messages is None:
         call.chat.refuse_without_messages()
     call.stream = _one(inputs, "stream", bool) is not False
@@ -104,11 +142,29 @@ def read_call(request: Any, request_id: str, defaults: SamplingParams) -> Call:
     return call
 
 
+def _request_parameters(request: Any) -> dict[str, Any]:
+    """Triton's request parameters. All of them come in one piece, which is measured before it is read."""
+    try:
+        text = request.parameters()
+    except UnicodeDecodeError:
+        raise RequestError("a request parameter, or its name, is not valid UTF-8") from None
+    if not text:
+        return {}
+    if len(text) > _MAX_PARAMETERS_CHARACTERS:
+        raise RequestError(
+            f"the request parameters have {len(text)} characters; at most {_MAX_PARAMETERS_CHARACTERS} are read: "
+            f"send what is long as an input"
+        )
+    parameters = cast(dict[str, Any], json.loads(text))
+    if len(parameters) > _MAX_PARAMETERS:
+        raise RequestError(f"a request may have at most {_MAX_PARAMETERS} parameters, got {len(parameters)}")
+    return parameters
+
+
 def _read_prompt(call: Call, inputs: dict[str, Any]) -> None:
     call.text = _one(inputs, "text_input", _text)
     messages = _one(inputs, "messages", _text)
     if messages is not None:
-        refuse_half_characters("messages", messages)
         call.messages = read_messages("messages", messages)
     ids = _many(inputs, "input_ids", int)
     given = [
@@ -133,7 +189,7 @@ def _read_time(text: str | None) -> datetime | None:
     try:
         return datetime.fromisoformat(text)
     except ValueError:
-        raise RequestError(f"template_time must be an ISO 8601 time, got {text!r}") from None
+        raise RequestError(f"template_time must be an ISO 8601 time, got {quoted(text)}") from None
 
 
 def _parameters(inputs: dict[str, Any], parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -156,18 +212,14 @@ def _parameters(inputs: dict[str, Any], parameters: dict[str, Any]) -> Iterator[
             yield name, value
         elif name in _OWN_PARAMETERS or name.startswith("triton_"):
             continue
-        elif near := get_close_matches(name, _NEARLY, 1, 0.85):
-            raise RequestError(f"parameter {name!r} is unknown; did you mean {near[0]!r}?")
+        elif len(name) <= _MAX_NAME and (near := get_close_matches(name, _NEARLY, 1, 0.85)):
+            raise RequestError(f"parameter {quoted(name)} is unknown; did you mean {quoted(near[0])}?")
 
 
 def _json_object(name: str, text: str | None) -> dict[str, Any]:
     if not text:
         return {}
-    refuse_half_characters(name, text)
-    try:
-        value = json.loads(text, parse_int=lambda digits: int(digits[:_MAX_DIGITS]))  # still beyond every bound
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{name} is not valid JSON: {error}") from None
+    value = read_json(name, text)
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be a JSON object, got {type(value).__name__}")
     return {key: item for key, item in value.items() if item is not None}
@@ -182,9 +234,9 @@ def _timeout(microseconds: Any) -> float:
     except (ValueError, OverflowError, TypeError):
         value = -1
     if value < 0 or isinstance(microseconds, bool | float):
-        raise RequestError(f"timeout must be a whole number of microseconds, got {microseconds!r}")
+        raise RequestError(f"timeout must be a whole number of microseconds, got {quoted(microseconds)}")
     if value > _MAX_TIMEOUT:
-        raise RequestError(f"timeout must be at most {_MAX_TIMEOUT} microseconds, got {microseconds!r}")
+        raise RequestError(f"timeout must be at most {_MAX_TIMEOUT} microseconds, got {quoted(microseconds)}")
     return value / 1e6 or math.inf
 
 
@@ -200,34 +252,46 @@ def _salt(value: Any) -> str:
 
 def _priority(value: Any) -> int:
     if value not in (1, 2, 3, "1", "2", "3") or isinstance(value, bool):
-        raise RequestError(f"llm_priority must be 1, 2 or 3 (1 is the highest), got {value!r}")
+        raise RequestError(f"llm_priority must be 1, 2 or 3 (1 is the highest), got {quoted(value)}")
     return int(value)
 
 
-def _many(inputs: dict[str, Any], name: str, convert: Callable[..., Any]) -> list[Any] | None:
-    """All elements of an input of shape [1, n], or None if it was not sent."""
+def _row(inputs: dict[str, Any], name: str) -> Any:
+    """The elements of an input of shape [1, n], as an array of shape [n], or None if it was not sent."""
     tensor = inputs.get(name)
     if tensor is None:
         return None
     array = tensor.as_numpy()
     if array.shape[0] != 1:
         raise RequestError(f"{name} must have shape [1, n], got {list(array.shape)}")
-    if convert is int and array.dtype != np.object_:
-        return cast(list[Any], array[0].tolist())  # a megabyte of token ids takes milliseconds
-    try:
-        return [convert(value) for value in array[0]]
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{name} is not valid UTF-8 at byte {error.start}") from None
+    if name in _LISTS and array.size > _MAX_ELEMENTS:
+        raise RequestError(f"{name} may hold at most {_LISTS[name]} entries, got {array.size}")
+    return array[0]
+
+
+def _many(inputs: dict[str, Any], name: str, convert: Callable[..., Any]) -> list[Any] | None:
+    """All elements of an input of shape [1, n], or None if it was not sent."""
+    row = _row(inputs, name)
+    return None if row is None else _converted(name, row, convert)
 
 
 def _one(inputs: dict[str, Any], name: str, convert: Callable[..., Any]) -> Any:
     """The single element of an input of shape [1, 1], or None if it was not sent."""
-    values = _many(inputs, name, convert)
-    if values is None:
+    row = _row(inputs, name)
+    if row is None:
         return None
-    if len(values) != 1:
-        raise RequestError(f"{name} must have shape [1, 1], got [1, {len(values)}]")
-    return values[0]
+    if len(row) != 1:
+        raise RequestError(f"{name} must have shape [1, 1], got [1, {len(row)}]")
+    return _converted(name, row, convert)[0]
+
+
+def _converted(name: str, row: Any, convert: Callable[..., Any]) -> list[Any]:
+    if convert is int and row.dtype != np.object_:
+        return cast(list[Any], row.tolist())  # a megabyte of token ids takes milliseconds
+    try:
+        return [convert(value) for value in row]
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not valid UTF-8 at byte {error.start}") from None
 
 
 def _scalar(value: np.generic | bytes) -> Any:

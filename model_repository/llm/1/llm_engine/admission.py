@@ -29,7 +29,7 @@ class Admission:
         if request.resume_fingerprint not in (None, request.fingerprint):
             raise RequestError(
                 f"resume_mismatch: this server's answer has fingerprint {request.fingerprint}, "
-                f"got {request.resume_fingerprint}"
+                f"got {request.resume_fingerprint[:64]!r}"
             )
         request.seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         request.prompt_len = len(request.prompt_ids)

@@ -155,7 +155,7 @@ def check_token_ids(field_name: str, ids: Sequence[int], size: int) -> None:
         part = ids[start : start + _STRIDE]
         if min(part) < 0 or max(part) >= size:
             wrong = next(token for token in part if not 0 <= token < size)
-            raise RequestError(f"{field_name} must hold token ids from 0 to {size - 1}, got {_shown(wrong)}")
+            raise RequestError(f"{field_name} must hold token ids from 0 to {size - 1}, got {shown(wrong)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,16 +276,16 @@ class Request:
 
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # NaN is nowhere
-        raise RequestError(f"{name} must be from {low} to {high}, got {_shown(value)}")
+        raise RequestError(f"{name} must be from {low} to {high}, got {shown(value)}")
 
 
 def _count(name: str, value: int, low: int) -> None:
     if not low <= value <= MAX_COUNT:
         bound = f"at least {low}" if value < low else f"at most {MAX_COUNT}"
-        raise RequestError(f"{name} must be {bound}, got {_shown(value)}")
+        raise RequestError(f"{name} must be {bound}, got {shown(value)}")
 
 
-def _shown(value: float) -> str:
+def shown(value: float) -> str:
     """A number as an error shows it: Python writes no integer of more than 4300 digits, and nobody reads hundreds."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of some {int(value.bit_length() * 0.30103) + 1} digits"
