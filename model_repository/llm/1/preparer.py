@@ -1,17 +1,19 @@
-"""Does the long work of requests on a thread of its own, one after the other in the order of their arrival.
+"""Does the long work of requests on a thread of its own, one after the other: the shortest first, within bounds.
 
 A megabyte of text takes most of a second to tokenize, for which nobody else's request or token waits: `execute` does
 short work itself, and what is long has its place in the admission queue before it comes here. What waits here is
-bounded by its bytes, and in number too, since short work never comes. It does not know what a job does.
+bounded by its bytes, and in number too, since short work never comes. The shortest goes first, for an ordinary prompt
+should not wait for thirty texts of a megabyte; but whoever has waited longest is overtaken by no more bytes than its
+own, so that nobody waits for more than twice the work that came before it. It does not know what a job does.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 
 from llm_engine.request import Code, RequestError
 
@@ -26,9 +28,13 @@ class Preparer:
     """One thread for long work. `check`, then `put`: both only on the thread that accepts requests."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[int, Callable[[], None]] | None] = SimpleQueue()
+        self._jobs: dict[int, tuple[int, Callable[[], None]]] = {}  # by their turn, the oldest first
+        self._by_size: list[tuple[int, int]] = []  # a heap of sizes and turns; of jobs that are done, too
+        self._turns = 0
+        self._overtaken = 0  # bytes of jobs that were done before the oldest of those that wait
         self._bytes = 0  # of jobs that have not ended
-        self._lock = threading.Lock()
+        self._stopped = False
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="preparer", daemon=True)
 
     def start(self) -> None:
@@ -37,12 +43,14 @@ class Preparer:
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread behind the jobs that were put before."""
-        self._jobs.put(None)
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
         self._thread.join(timeout)
 
     def check(self, size: int) -> None:
         """Raise RequestError, UNAVAILABLE, if a job of `size` bytes may not wait here now. Alone, it may have any."""
-        with self._lock:
+        with self._changed:
             if self._bytes and self._bytes + size > MOST_BYTES:
                 raise RequestError(
                     f"long requests of {self._bytes} bytes are being prepared already; at most {MOST_BYTES} may be",
@@ -51,19 +59,38 @@ class Preparer:
 
     def put(self, size: int, job: Callable[[], None]) -> None:
         """Have a job done, which must not raise."""
-        with self._lock:
+        with self._changed:
             self._bytes += size
-        self._jobs.put((size, job))
+            self._turns += 1
+            self._jobs[self._turns] = (size, job)
+            heapq.heappush(self._by_size, (size, self._turns))
+            self._changed.notify()
+
+    def _next(self) -> tuple[int, Callable[[], None]] | None:
+        """Wait for the job that is to be done now, which waits no longer; None when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._stopped)
+            if not self._jobs:
+                return None
+            while self._by_size[0][1] not in self._jobs:
+                heapq.heappop(self._by_size)
+            size, turn = self._by_size[0]
+            oldest = next(iter(self._jobs))
+            if self._overtaken + size > self._jobs[oldest][0]:
+                turn = oldest
+            self._overtaken = 0 if turn == oldest else self._overtaken + size
+            return self._jobs.pop(turn)
 
     def _run(self) -> None:
         if hasattr(os, "setpriority"):  # on Linux a thread has a niceness of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while (entry := self._jobs.get()) is not None:
+        while (entry := self._next()) is not None:
             size, job = entry
             try:
                 job()
             except Exception:  # one job's fault must not leave all others undone
                 log.exception("a request could not be prepared")
             finally:
-                with self._lock:
+                del job, entry  # and with them the request
+                with self._changed:
                     self._bytes -= size
