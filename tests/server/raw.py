@@ -182,8 +182,12 @@ class Web:
 
     def post(self, method: str, model: str = "llm", /, **body: Any) -> Page:
         """The whole answer of `generate` or `generate_stream`."""
+        return self.send(method, json.dumps(body).encode(), model)
+
+    def send(self, method: str, body: bytes, model: str = "llm") -> Page:
+        """The same for a body as it is, JSON or not."""
         with closing(http.client.HTTPConnection(self.address, timeout=WAIT)) as connection:
-            connection.request("POST", f"/v2/models/{model}/{method}", json.dumps(body))
+            connection.request("POST", f"/v2/models/{model}/{method}", body)
             response = connection.getresponse()
             return Page(response.status, response.getheader("Content-Type", ""), response.read().decode())
 
