@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 
 from server import tiny
-from server.raw import Call, Wire, infer
+from server.raw import Call, Web, Wire, infer
 from server.tiny import parameters
 from tokenstream import Client, ServerInfo
 from tokenstream.runfolder import RUN_ID
@@ -181,6 +181,11 @@ def wire(server: TritonServer) -> Iterator[Wire]:
     wire = Wire(server.grpc_url)
     yield wire
     wire.close()
+
+
+@pytest.fixture(scope="session")
+def web(server: TritonServer) -> Web:
+    return Web(server.http_url.removeprefix("http://"))
 
 
 @pytest.fixture(scope="session")

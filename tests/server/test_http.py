@@ -16,11 +16,6 @@ from waiting import WAIT
 PROMPT = "The capital of France is"
 
 
-@pytest.fixture(scope="module")
-def web(server: TritonServer) -> Web:
-    return Web(server.http_url.removeprefix("http://"))
-
-
 def test_generate_answers_once_and_as_grpc_does(web: Web, wire: Wire) -> None:
     expected = wire.ask(text_input=PROMPT, max_tokens=8, temperature=0.0)
     page = web.post("generate", text_input=PROMPT, max_tokens=8, temperature=0, stream=False, id="web-1")

@@ -10,16 +10,10 @@ import pytest
 from server.raw import Web, Wire, text, tokens
 from tokenstream import Client
 from tokenstream.errors import InvalidRequest
-from tokenstream.server import TritonServer
 
 PROMPT = "The capital of France is"
 HI = {"role": "user", "content": "Hi"}
 WELL = {"role": "assistant", "content": "Well, the answer is"}
-
-
-@pytest.fixture(scope="module")
-def web(server: TritonServer) -> Web:
-    return Web(server.http_url.removeprefix("http://"))
 
 
 OTHERS: dict[str, dict[str, Any]] = {
