@@ -36,6 +36,7 @@ PROMPT = tiny_models.prompt(9)
         (f"resume_token_ids must hold .* got {VOCAB}", PROMPT, {"resume_token_ids": (VOCAB,)}),
         ("resume_token_ids holds 32 tokens; at most 31 fit", PROMPT, {"resume_token_ids": (5,) * 32}),
         ("resume_mismatch", PROMPT, {"resume_token_ids": (5,), "resume_fingerprint": "another"}),
+        (r"got 'a\\nbc{61}'$", PROMPT, {"resume_token_ids": (5,), "resume_fingerprint": "a\nb" + "c" * 9999}),
         (f"stop_token_ids must hold .* got {VOCAB}", PROMPT, {"params": SamplingParams(stop_token_ids=(VOCAB,))}),
         (f"logit_bias must hold .* got {VOCAB}", PROMPT, {"params": SamplingParams(logit_bias=((VOCAB, 1.0),))}),
     ],

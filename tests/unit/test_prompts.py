@@ -130,6 +130,8 @@ def test_variables_of_the_template_are_set_and_what_it_does_not_read_is_refused(
     assert prompt(thinking, HI, template_kwargs={"enable_thinking": False, "mood": "glad"}).endswith("assistant\nglad")
     told = refusal(thinking, HI, template_kwargs={"colour": 1})
     assert told == "colour: this model's chat template does not read this variable; it reads enable_thinking, mood"
+    assert refusal(thinking, HI, template_kwargs={"a\nb": 1}).startswith(r"'a\nb': this model's chat template")
+    assert len(refusal(thinking, HI, template_kwargs={"x" * 10**6: 1})) < 300
     assert refusal(CHATML, HI, template_kwargs={"enable_thinking": True}).endswith("it reads none")
     assert prompt(CHATML, HI, template_kwargs={"enable_thinking": False}) == prompt(CHATML, HI)  # it never thinks
     for name in ("messages", "tools", "add_generation_prompt", "bos_token", "raise_exception"):
