@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from chat_options import from_json, refuse_deep
+from chat_options import from_json, parse_json, refuse_deep
 from llm_engine.request import RequestError
 
 _TEXT_PARTS = (None, "text", "input_text", "output_text")  # OpenAI's two APIs; None: a part that only has a text
@@ -20,10 +20,7 @@ def read_messages(field: str, payload: str) -> list[dict[str, Any]]:
     Each has a `role`; its `content` is text, or a list of parts {"type": "text", "text": ...} where parts were sent.
     Arguments of tool calls that came as JSON text are objects.
     """
-    try:
-        messages = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{field} is not valid JSON: {error}") from None
+    messages = parse_json(field, payload)
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"{field} must be a JSON array with at least one message")
     refuse_deep(field, messages)
@@ -31,16 +28,30 @@ def read_messages(field: str, payload: str) -> list[dict[str, Any]]:
 
 
 def refuse_half_characters(name: str, text: str) -> None:
-    """Refuse JSON whose escapes spell a lone surrogate: no tokenizer takes it, and no answer could repeat it."""
+    """Refuse JSON whose escapes spell a lone surrogate: no tokenizer takes it, and no answer could repeat it.
+
+    In an object the key is told that has it.
+    """
     if "\\ud" not in text.lower():
         return
     try:
-        json.dumps(json.loads(text), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise RequestError(f"{name} holds half a character (lone surrogate) {half}") from None
+        value = json.loads(text)
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        for key, part in parts:
+            if half := _half([key, part]):
+                place = f"{key} in {name}" if key.isprintable() and key else name
+                raise RequestError(f"{place} holds half a character (lone surrogate) {half}")
     except (ValueError, RecursionError):
         return  # not JSON: whoever reads it says so
+
+
+def _half(value: object) -> str:
+    """The first lone surrogate in a JSON value, as ASCII; "" if there is none."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return ascii(error.object[error.start])
+    return ""
 
 
 def _message(field: str, message: object) -> dict[str, Any]:

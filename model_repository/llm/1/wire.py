@@ -28,7 +28,7 @@ _OWN_INPUTS = frozenset(
         *("exclude_input_in_output", "resume_token_ids", "resume_fingerprint", "template_time"),
     )
 )
-_OWN_PARAMETERS = frozenset({"llm_priority", "cache_salt", "timeout", "priority"})
+_OWN_PARAMETERS = frozenset({"llm_priority", "cache_salt", "timeout"})
 _NEARLY = tuple({*NAMES, *COERCE, *_LISTS, *_OWN_PARAMETERS})
 MAX_ID_BYTES = 256
 _MAX_SALT_BYTES = 1024
