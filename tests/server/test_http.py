@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,63 @@ def test_what_json_says_wrongly_is_refused(web: Web, client: Client) -> None:
         assert page.status >= 400  # Triton calls its own parser's complaint 500
         assert page.json["error"]
     assert client.generate(PROMPT, max_tokens=1).usage.output_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", None),
+        ("max_tokens", "3"),
+        ("max_tokens", 3.0),
+        ("temperature", None),
+        ("seed", -1),
+        ("seed", 2**64),
+    ],
+)
+def test_an_input_that_tritons_parser_does_not_read_has_status_500_and_the_json_object_takes_it(
+    web: Web, name: str, value: Any
+) -> None:
+    for method in ("generate", "generate_stream"):
+        for place in ({name: value}, {"parameters": {name: value}}):
+            page = web.post(method, text_input=PROMPT, stream=False, **place)
+            assert page.status == 500
+            assert "Unable to parse 'data'" in page.json["error"]
+    said = json.dumps({"max_tokens": 3} | {name: value if value is not None or name != "max_tokens" else 3})
+    page = web.post("generate", text_input=PROMPT, stream=False, sampling_parameters=said)
+    if value == 2**64:
+        assert page.status == 400
+        assert "seed must be from 0 to 18446744073709551615, got 18446744073709551616" in page.json["error"]
+    else:
+        assert page.json["num_output_tokens"] <= 3
+
+
+def test_triton_cuts_integers_of_inputs_to_32_bits_and_the_json_object_has_them_whole(web: Web) -> None:
+    asked = {"text_input": PROMPT, "stream": False}
+    assert web.post("generate", **asked, max_tokens=2**32 + 1).json["num_output_tokens"] == 1
+    assert web.post("generate", input_ids=[2**40], operation="tokenize").json["token_ids"] == 0
+    page = web.post("generate", **asked, sampling_parameters=json.dumps({"max_tokens": 1, "stop_token_ids": [2**40]}))
+    assert page.status == 400
+    assert f"stop_token_ids must hold token ids from 0 to 49151, got {2**40}" in page.json["error"]
+    page = web.post("generate", **asked, sampling_parameters=json.dumps({"max_tokens": 2**63}))
+    assert page.status == 400
+    assert "max_tokens must be at most 9223372036854775807, got 9223372036854775808" in page.json["error"]
+
+
+def test_null_is_no_request_parameter_to_triton(web: Web) -> None:
+    asked = {"text_input": PROMPT, "stream": False, "max_tokens": 1}
+    for place in ({"n": None}, {"n": [1]}, {"parameters": {"n": None}}):
+        page = web.post("generate", **asked, **place)
+        assert page.status == 400
+        assert "parameter 'n' has invalid type" in page.json["error"]
+    assert web.post("generate", **asked, sampling_parameters='{"n": null}').status == 200
+
+
+def test_a_priority_that_only_tritons_queue_would_know_is_refused_with_the_right_name(web: Web, wire: Wire) -> None:
+    for place in ({"priority": 1}, {"parameters": {"priority": 1}}, {"sampling_parameters": '{"priority": 1}'}):
+        page = web.post("generate", text_input=PROMPT, stream=False, **place)
+        assert page.status == 400
+        assert "priority is not supported here (got 1): send llm_priority" in page.json["error"]
+    assert len(tokens(wire.ask(text_input=PROMPT, max_tokens=1, parameters={"priority": 1}))) == 1  # Triton's
 
 
 def test_operations_are_answered_over_http(web: Web, client: Client) -> None:

@@ -13,7 +13,7 @@ import pytest
 from chat_options import COERCE, ChatOptions
 from foreign_names import FOREIGN, NO_EFFECT, Refused, Synonym
 from llm_engine.request import RequestError, SamplingParams
-from parameters import NAMES
+from parameters import NAMES, is_known
 from wire import Call, read_call
 
 PROMPT = "text_input"
@@ -69,6 +69,8 @@ OURS: dict[str, Any] = {  # a value of each of our parameters that another serve
     "logprobs": 4,
     "return_logprobs": True,
     "end_id": 5,
+    "include_stop_str_in_output": True,
+    "enable_thinking": True,
 }
 
 
@@ -84,9 +86,9 @@ READ_AS_INPUTS = {  # what these say as inputs is not for the table
 def test_a_synonym_means_what_our_name_means_in_every_place(name: str) -> None:
     ours = SYNONYMS[name].ours
     for place in PLACES:
-        given = place(name, OURS[ours])
-        assert given.params != SamplingParams()
-        assert given == in_json(ours, OURS[ours])
+        given = place(name, OURS[ours], messages=CHAT)
+        assert given != call(messages=CHAT)
+        assert given == in_json(ours, OURS[ours], messages=CHAT)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -166,6 +168,19 @@ def test_do_sample_draws_where_the_models_default_is_greedy() -> None:
         ({"logprobs": False, "top_logprobs": 3}, "logprobs, which is top_logprobs, is given twice"),
         ({"max_new_tokens": 0}, "^max_new_tokens: max_tokens must be at least 1, got 0"),
         ({"num_predict": "many"}, "^num_predict must be an integer, got 'many'"),
+        ({"think": True, "enable_thinking": False}, "think, which is enable_thinking, is given twice"),
+        ({"think": "low"}, "^think 'low' is an effort here: send reasoning_effort"),
+        ({"logit_bias": {"5": 100, " 5": 100}}, "^logit_bias must have token ids as keys.* got ' 5'"),
+        ({"logit_bias": {"5": 100, "05": 100}}, "^logit_bias must have token ids as keys.* got '05'"),
+        ({"logit_bias": {"5": 100, "+5": 100}}, "^logit_bias must have token ids as keys.* got '\\+5'"),
+        ({"logit_bias": {"1_0": 100}}, "^logit_bias must have token ids as keys.* got '1_0'"),
+        ({"logit_bias": {"\u0665": 100}}, "^logit_bias must have token ids as keys"),
+        ({"logit_bias": {"9" * 5000: 100}}, "^logit_bias must have token ids as keys.* got '9+\\.\\.\\.9+'$"),
+        ({"stop_wrods": ["a"]}, "^sampling parameter 'stop_wrods' is unknown; did you mean 'stop_words'"),
+        ({"max_new_token": 3}, "^sampling parameter 'max_new_token' is unknown; did you mean 'max_new_tokens'"),
+        ({"colour": 3}, "^sampling parameter 'colour' is unknown; known ones are .*do_sample, .*end_id, .*stop, "),
+        ({"seed": 1, "stop": "\ud800"}, "^stop in sampling_parameters holds half a character"),
+        ({"st\ud800p": "x"}, "^sampling_parameters holds half a character"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "cannot both be true"),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "^enable_thinking is given tw"),
         ({"tool_choice": "required"}, '^tool_choice may be "auto" or "none", got'),
@@ -212,10 +227,69 @@ def test_what_a_template_is_told_comes_from_every_place(
     name: str, value: Any, expected: ChatOptions, place: Place
 ) -> None:
     assert place(name, value, messages=CHAT).chat == expected
-    if name in ("chat_template_kwargs", "enable_thinking", "tools", "documents", "continue_final_message"):
-        with pytest.raises(RequestError, match=f"^(chat_template_kwargs|{name}).* needs messages") as refused:
-            place(name, value if value else True)
-        assert refused.value.message.startswith(name) or "what stands for it" in refused.value.message
+    if not name.startswith(("parse", "add_special")):
+        with pytest.raises(RequestError, match=f"^{name} needs messages"):
+            place(name, value)
+
+
+def test_what_needs_messages_is_refused_by_the_name_that_was_sent() -> None:
+    for name in ("enable_thinking", "think"):
+        for value in (True, False):
+            with pytest.raises(RequestError, match=f"^{name} needs messages"):
+                in_json(name, value)
+            with pytest.raises(RequestError, match=f"^{name} needs messages"):
+                call(sampling_parameters=json.dumps({"chat_template_kwargs": {}, name: value}))
+
+
+def test_a_number_of_thousands_of_digits_is_refused_by_the_name_of_its_place() -> None:
+    for sign in ("", "-"):
+        number = sign + "7" * 5000
+        for name in ("chat_template_kwargs", "tools", "documents", "logit_bias"):
+            text = f'{{"a": {number}}}' if name in ("chat_template_kwargs", "logit_bias") else f'[{{"a": {number}}}]'
+            with pytest.raises(RequestError, match=f"^{name} holds a number of 5000 digits; at most 4300 are read"):
+                call(messages=CHAT, **{name: text})
+        with pytest.raises(RequestError, match=r"^messages holds a number of 5000 digits; at most 4300 are read"):
+            call(messages=f'[{{"role": "user", "content": "x", "more": {number}}}]')
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("text", "text"),
+        ("guided_regex", "text"),
+        ("regex", "text"),
+        ("image_url", ["text"]),
+        ("raw", True),
+        ("include_reasoning", False),
+        ("separate_reasoning", True),
+        ("priority", 1),
+        ("thinking", {"type": "enabled"}),
+        ("streaming", False),
+    ],
+)
+def test_what_asks_for_nothing_under_one_name_is_refused_under_another(name: str, value: Any) -> None:
+    for place in PLACES[:3]:
+        with pytest.raises(RequestError, match=f"^{name} is not supported here"):
+            place(name, value)
+
+
+NAMES_OF_OTHERS = """
+    think raw context options regex ebnf lora_path custom_logit_processor separate_reasoning instructions reasoning text
+    include max_tool_calls priority include_reasoning vllm_xargs kv_transfer_params is_return_log_probs
+    exclude_input_from_output lora_weights lora_config draft_input_ids draft_logits num_draft_tokens decoder_input_ids
+    image_bytes image_url video_bytes retention_token_range_starts retention_token_range_ends
+    retention_token_range_priorities retention_token_range_durations_ms lookahead_window_size lookahead_ngram_size
+    lookahead_verification_set_size n_discard grammar_lazy grammar_triggers response_fields thinking_forced_open
+    parse_tool_calls speculative.n_max speculative.n_min speculative.p_min renormalize_logits remove_invalid_values
+    dola_layers prompt_lookup_num_tokens cache_implementation custom_generate candidate_count response_schema
+    response_mime_type generation_config thinking thinking_budget max_think_tokens nvext safe_prompt extra_body
+    best_of_sequences return_logprob top_logprobs_num no_stop_trim streaming sampling_params
+"""
+
+
+@pytest.mark.parametrize("name", NAMES_OF_OTHERS.split())
+def test_no_name_of_another_server_is_taken_for_a_proxys(name: str) -> None:
+    assert is_known(name)
 
 
 def test_tools_that_may_not_be_called_are_not_told() -> None:

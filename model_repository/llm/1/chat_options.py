@@ -16,6 +16,7 @@ from quoted import quoted
 
 _ENDS = ("add_generation_prompt", "continue_final_message")
 _SHORTHANDS = ("enable_thinking", "reasoning_effort")
+_VARIABLES = ("chat_template_kwargs", *_SHORTHANDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class ChatOptions:
     `add_generation_prompt` None opens an assistant's turn behind the messages, `continue_final_message` True goes on
     with the last message instead. `parse_special` says whether control tokens that a text spells become tokens; None:
     in text_input they do, in messages they do not. `add_special_tokens` says whether the tokenizer adds its own; None:
-    to text_input it does, to messages it does not.
+    to text_input it does, to messages it does not. `variables_name` is what the first of template_kwargs was sent as.
     """
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -35,23 +36,26 @@ class ChatOptions:
     continue_final_message: bool | None = None
     parse_special: bool | None = None
     add_special_tokens: bool | None = None
+    variables_name: str = field(default="chat_template_kwargs", compare=False)
 
     def refuse_without_messages(self) -> None:
         """RequestError naming the first option that only a chat template could honour."""
         for name, given in (
-            ("chat_template_kwargs", self.template_kwargs),
+            (self.variables_name, self.template_kwargs),
             ("tools", self.tools),
             ("documents", self.documents),
             ("continue_final_message", self.continue_final_message),
             ("add_generation_prompt", self.add_generation_prompt is False),
         ):
             if given:
-                told = f"{name} (or what stands for it)" if name == "chat_template_kwargs" else name
-                raise RequestError(f"{told} needs messages; other prompts go through no chat template")
+                raise RequestError(f"{name} needs messages; other prompts go through no chat template")
 
 
-def chat_options(values: Mapping[str, Any]) -> ChatOptions:
-    """The options among `values`, which `COERCE` has read; a contradiction between two of them is refused."""
+def chat_options(values: Mapping[str, Any], sent: Mapping[str, str]) -> ChatOptions:
+    """The options among `values`, which `COERCE` has read; a contradiction between two of them is refused.
+
+    `sent` tells the name by which each of them was sent.
+    """
     variables = dict(values.get("chat_template_kwargs", {}))
     for name in _SHORTHANDS:
         if name in values and variables.setdefault(name, values[name]) != values[name]:
@@ -65,6 +69,7 @@ def chat_options(values: Mapping[str, Any]) -> ChatOptions:
     tools = values.get("tools", ())
     return ChatOptions(
         template_kwargs=variables,
+        variables_name=next((sent[name] for name in _VARIABLES if values.get(name, {}) != {}), "chat_template_kwargs"),
         tools=() if values.get("tool_choice") == "none" else tools,
         documents=values.get("documents", ()),
         add_generation_prompt=new,

@@ -16,39 +16,50 @@ DEEPEST = 64  # levels of objects and arrays; templates and tools of real use st
 _MAX_DIGITS = 4300  # of an integer, for Python
 
 
-def read_json(name: str, text: str, most: int | None = MAX_CHARACTERS) -> Any:
+def read_json(name: str, text: str, most: int | None = MAX_CHARACTERS, *, bounded: bool = False) -> Any:
     """What a JSON text of at most `most` characters says.
 
+    `bounded`: whoever takes the value refuses large numbers by their names; else those too long for Python are refused.
     Escapes that spell a lone surrogate are refused: no tokenizer takes it, and no answer could repeat it.
     """
     if most is not None and len(text) > most:
         raise RequestError(f"{name} has {len(text)} characters; at most {most} are read")
     if _punctuation(text) > MAX_PARTS and (parts := _parts(text)) > MAX_PARTS:
         raise RequestError(f"{name} holds at least {parts} values; at most {MAX_PARTS} are read")
+
+    def integer(digits: str) -> int:
+        if (count := len(digits.lstrip("-"))) > _MAX_DIGITS and not bounded:
+            raise RequestError(f"{name} holds a number of {count} digits; at most {_MAX_DIGITS} are read")
+        return int(digits[:_MAX_DIGITS])  # still beyond every bound
+
     try:
-        value = json.loads(text, parse_int=_integer)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()
+        value = json.loads(text, parse_int=integer)
     except RecursionError:
-        raise RequestError(
-            f"{name} is nested too deeply: at most {DEEPEST} levels of objects and arrays are read"
-        ) from None
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise RequestError(f"{name} holds half a character (lone surrogate) {half}") from None
+        raise nested_too_deeply(name) from None
     except ValueError as error:
         raise RequestError(f"{name} is not valid JSON: {error}") from None
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_half_characters(name, value)
     return value
+
+
+def _refuse_half_characters(name: str, value: Any) -> None:
+    """Refuse a lone surrogate; in an object the key is told that has it."""
+    parts = value.items() if isinstance(value, dict) else [("", value)]
+    for key, part in parts:
+        try:
+            json.dumps([key, part], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            place = f"{key} in {name}" if key and key.isprintable() else name
+            raise RequestError(f"{place} holds half a character (lone surrogate) {half}") from None
+        except RecursionError:
+            raise nested_too_deeply(name) from None
 
 
 def nested_too_deeply(name: str) -> RequestError:
     """What is said of objects and arrays of more than `DEEPEST` levels."""
     return RequestError(f"{name} is nested too deeply: at most {DEEPEST} levels of objects and arrays are read")
-
-
-def _integer(digits: str) -> int:
-    """Still beyond every bound where Python would not read it whole."""
-    return int(digits[:_MAX_DIGITS])
 
 
 def _parts(text: str) -> int:

@@ -7,18 +7,20 @@ naming what was sent. It does not know tensors, nor what the parameters do.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 import chat_options
 from chat_options import ChatOptions, as_bool
 from foreign_names import FOREIGN, NO_EFFECT, Refused, Synonym
-from json_text import read_json
 from llm_engine.request import MAX_COUNT, MAX_STOP_TOKEN_IDS, RequestError, SamplingParams, check_token_ids
 from quoted import quoted
 
 NAMES = tuple(field.name for field in fields(SamplingParams))
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")  # as JSON writes a number, so that one id has one key
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ def read_parameters(
             _enter(values, name, value)
     means = {ours: value.means for ours, value in values.items()}
     params = replace(defaults, **{name: means[name] for name in NAMES if name in means})
-    return _derived(params, values, vocabulary), chat_options.chat_options(means)
+    sent = {ours: value.name for ours, value in values.items()}
+    return _derived(params, values, vocabulary), chat_options.chat_options(means, sent)
 
 
 def _enter(values: dict[str, _Value], name: str, value: Any) -> None:
@@ -62,8 +65,7 @@ def _enter(values: dict[str, _Value], name: str, value: Any) -> None:
     if isinstance(foreign, Synonym):
         ours, value = foreign.ours, foreign.convert(value)
     elif name not in _COERCE:
-        known = ", ".join(sorted((*NAMES, *chat_options.COERCE)))
-        raise RequestError(f"sampling parameter {quoted(name)} is unknown; known ones are {known}")
+        raise RequestError(f"sampling parameter {quoted(name)} is unknown; {_advice(name)}")
     if name == "logprobs" and isinstance(value, bool):  # the chat API's: whether, and top_logprobs says how many
         ours, value = ("return_logprobs", True) if value else ("logprobs", None)
     means = None if value is None else _meaning(name, ours, value)
@@ -71,6 +73,13 @@ def _enter(values: dict[str, _Value], name: str, value: Any) -> None:
     if before.means != means:
         which = name if before.name == name else f"{before.name}, which is {name},"
         raise RequestError(f"{which} is given twice with different values: {quoted(before.sent)} and {quoted(sent)}")
+
+
+def _advice(name: str) -> str:
+    honoured = {*_COERCE, *(theirs for theirs, meaning in FOREIGN.items() if isinstance(meaning, Synonym))}
+    if near := get_close_matches(name, sorted(honoured), 1, 0.75):
+        return f"did you mean {near[0]!r}?"
+    return f"known ones are {', '.join(sorted(_COERCE))}, and those of other servers that docs/requests.md names"
 
 
 def _meaning(name: str, ours: str, value: Any) -> Any:
@@ -167,11 +176,13 @@ def _as_seed(name: str, value: object) -> int | None:
 
 
 def _as_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
-    if isinstance(value, str):
-        value = read_json(name, value)
+    value = chat_options.from_json(name, value)
     if not isinstance(value, Mapping):
         raise RequestError(f"{name} must be an object of token id to bias, got {quoted(value)}")
-    return tuple(sorted((_as_int(name, k), _as_float(name, v)) for k, v in value.items()))
+    for key in value:
+        if not _TOKEN_ID.fullmatch(str(key)):
+            raise RequestError(f'{name} must have token ids as keys, in digits alone like "5"; got {quoted(str(key))}')
+    return tuple(sorted((int(k), _as_float(name, v)) for k, v in value.items()))
 
 
 _COERCE: Mapping[str, Callable[[str, object], Any]] = {

@@ -43,7 +43,7 @@ _OWN_INPUTS = frozenset(
         *("exclude_input_in_output", "resume_token_ids", "resume_fingerprint", "template_time"),
     )
 )
-_OWN_PARAMETERS = frozenset({"llm_priority", "cache_salt", "timeout", "priority"})
+_OWN_PARAMETERS = frozenset({"llm_priority", "cache_salt", "timeout"})
 _NEARLY = tuple({*NAMES, *COERCE, *_LISTS, *_OWN_PARAMETERS})
 MAX_ID_BYTES = 256
 _MAX_SALT_BYTES = 1024
@@ -219,7 +219,7 @@ def _parameters(inputs: dict[str, Any], parameters: dict[str, Any]) -> Iterator[
 def _json_object(name: str, text: str | None) -> dict[str, Any]:
     if not text:
         return {}
-    value = read_json(name, text)
+    value = read_json(name, text, bounded=True)
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be a JSON object, got {type(value).__name__}")
     return {key: item for key, item in value.items() if item is not None}
