@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine import checkpoints, driver, tiny_models
+from engine import checkpoints, driver, sweep_models, tiny_models
 from llm_engine import loading
 from llm_engine.config import ConfigError
 
@@ -90,6 +90,17 @@ def test_every_family_comes_back_as_it_was_saved(tmp_path: Path, family: str) ->
     found = load(checkpoints.save(tmp_path / "model", family)).model.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_mixture_is_refused_where_an_experts_number_is_wrong(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    sweep_models.build("mixtral").save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
+    load(folder)
+    name = "model.layers.1.block_sparse_moe.experts.1.w2.weight"
+    checkpoints.rewrite(folder, lambda t: {key.replace(name, name.replace("1.w2", "9.w2")): w for key, w in t.items()})
+    with pytest.raises(ConfigError, match=f"lacks 1 tensor of experts, first '{name}' .and holds 1 .*experts.9.w2"):
+        load(folder)
 
 
 class Panic(BaseException):
