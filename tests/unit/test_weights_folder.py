@@ -124,8 +124,18 @@ def test_weights_of_a_packed_type_are_refused_even_where_nothing_says_quantized(
     assert f"is packed ('model.layers.0.mlp.{name}'" in refusal(folder)
 
 
-def test_a_mask_of_integers_in_an_old_checkpoint_is_no_packed_weight(folder: Path) -> None:
-    shard(folder, "model.safetensors", "h.0.attn.bias", dtype=torch.uint8, shape=(1, 1, 4, 4))
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        ("h.0.attn.bias", torch.uint8, (1, 1, 4, 4)),
+        ("position_ids", torch.int64, (1, 4)),
+        ("vision.norm.num_batches_tracked", torch.int64, ()),
+    ],
+)
+def test_masks_positions_and_counters_in_an_old_checkpoint_are_no_packed_weights(
+    folder: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    shard(folder, "model.safetensors", name, dtype=dtype, shape=shape)
     weights.prepare(str(folder))
 
 

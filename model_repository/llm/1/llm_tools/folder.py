@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 SUPPORTED = "safetensors in float32, float16 or bfloat16, or a GGUF file"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_NO_WEIGHTS = {(), (1,)}  # how shapes of masks, positions and counters in old checkpoints begin
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "*.npz")
 _QUANTIZED_BY = {  # files beside config.json that say how weights were packed
     "quantize_config.json": "GPTQ",
@@ -74,7 +75,7 @@ def tensors(folder: Path) -> dict[str, Stored]:
         for name, stored in _header(file).items():
             if name in places:
                 raise ConfigError(f"tensor {name!r} stands in both {places[name].name} and {file.name} of {folder}")
-            if stored.dtype not in _FLOATS and (name.endswith(".weight") or stored.shape[:1] != (1,)):  # masks have 1
+            if stored.dtype not in _FLOATS and (name.endswith(".weight") or stored.shape[:1] not in _NO_WEIGHTS):
                 raise ConfigError(
                     f"model folder {folder} is packed ({name!r} is {stored.dtype}); supported are {SUPPORTED}"
                 )
