@@ -69,6 +69,33 @@ def test_an_end_that_is_no_token_is_refused(folder: Path, stated: Any) -> None:
         eos(folder)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "cannot be read as JSON"),
+        ('{"eos_token_id": 2, "top_p": 0.', "cannot be read as JSON"),
+        ("[]", "must hold a JSON object, not list"),
+        ("null", "must hold a JSON object, not NoneType"),
+        ('{"top_p": "0.9"}', "must be a number, got '0.9'"),
+        ('{"temperature": true}', "must be a number, got True"),
+        ('{"top_k": 1.5}', "must be a whole number, got 1.5"),
+    ],
+)
+def test_damaged_defaults_are_refused_and_not_passed_over(folder: Path, content: str, told: str) -> None:
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        eos(folder)
+    assert f"{folder}/generation_config.json" in str(refused.value)
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_do_sample_changes_no_default(folder: Path) -> None:
+    checkpoints.edit(folder / "generation_config.json", do_sample=False, top_k=7)
+    loaded = loading.load(driver.config(model=str(folder), kernels="torch"))
+    assert loaded.defaults == SamplingParams(top_k=7)
+
+
 def test_ends_outside_the_vocabulary_are_left_out_with_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

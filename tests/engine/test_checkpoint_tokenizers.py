@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, processors
 
 from engine import checkpoints, tiny_models
 from llm_engine.config import ConfigError
@@ -31,6 +32,15 @@ def of_class(folder: Path, name: str, **more: Any) -> None:
     checkpoints.edit(folder / "tokenizer_config.json", tokenizer_class=name, **more)
 
 
+def model(folder: Path, **options: Any) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    checkpoints.edit(folder / "tokenizer.json", model={**content["model"], **options})
+
+
+def setting(**values: Any) -> Callable[[Path], Any]:
+    return lambda folder: checkpoints.edit(folder / "tokenizer_config.json", **values)
+
+
 REFUSED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "absent": ("has no tokenizer", lambda d: (d / "tokenizer.json").unlink()),
     "cut": ("cannot be read as JSON", lambda d: (d / "tokenizer.json").write_text('{"version": "1.0", "mod')),
@@ -38,6 +48,36 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "of a newer model": ("of a newer format", lambda d: newer(d, "model")),
     "of a newer version": ("of a newer format", lambda d: checkpoints.edit(d / "tokenizer.json", version="9.0")),
     "settings cut": ("tokenizer_config.json cannot be read", lambda d: (d / "tokenizer_config.json").write_text("{")),
+    "special tokens cut": (
+        "special_tokens_map.json cannot be read",
+        lambda d: (d / "special_tokens_map.json").write_text("{"),
+    ),
+    "settings of another kind": (
+        "though tokenizer.json can; check tokenizer_config.json",
+        setting(extra_special_tokens=5),
+    ),
+    "nothing but added tokens": ("has no tokens", lambda d: model(d, vocab={}, merges=[])),
+    "an end without an id": (r"lacks '<\|nope\|>', its eos_token", setting(eos_token="<|nope|>")),
+    "a beginning without an id": (r"lacks '<\|nope\|>', its bos_token", setting(bos_token="<|nope|>")),
+    "a template's token without an id": (
+        r"lacks '<\|nope\|>', its chat template",
+        setting(additional_special_tokens=["<|nope|>"], chat_template="{{ messages[0].content }}<|nope|>"),
+    ),
+    "an id that is not the next": (
+        r"'<\|x\|>' of .* has id 900 in tokenizer_config.json, but 300 in use",
+        setting(added_tokens_decoder={"900": {"content": "<|x|>", "special": True}}),
+    ),
+    "two ids for one token": (
+        "'</s>' of .* has id 7 in tokenizer_config.json, but 2 in use",
+        setting(added_tokens_decoder={"7": {"content": "</s>", "special": True}}),
+    ),
+    "added tokens that are none": ("added_tokens_decoder in", setting(added_tokens_decoder={"seven": 7})),
+    "a template that is a number": ("chat template of .* must be text, got 5", setting(chat_template=5)),
+    "a template that is true": ("chat template of .* must be text, got True", setting(chat_template=True)),
+    "a template among several that is a number": (
+        "chat template of .* must be text, got 5",
+        setting(chat_template=[{"name": "default", "template": 5}]),
+    ),
     "sentencepiece that is none": (
         "cannot be converted to a fast one",
         lambda d: ((d / "tokenizer.json").rename(d / "tokenizer.model"), of_class(d, "LlamaTokenizer")),
@@ -70,6 +110,57 @@ def test_the_file_decides_how_text_is_cut_whatever_class_is_named(folder: Path, 
     found = load_tokenizer(folder, VOCAB)
     assert found(TEXT)["input_ids"] == wanted(TEXT)["input_ids"]
     assert found.eos_token_id == tiny_models.EOS
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "CodeGenTokenizer"])
+@pytest.mark.parametrize("options", [{"ignore_merges": True, "merges": []}, {"unk_token": "<pad>", "fuse_unk": True}])
+def test_the_files_options_hold_whatever_class_is_named(folder: Path, name: str, options: dict[str, Any]) -> None:
+    if "unk_token" in options:
+        known = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        vocab = {text: token for text, token in known.items() if text not in "xq"}
+        options = {**options, "vocab": vocab, "merges": []}
+    model(folder, **options)
+    of_class(folder, name)
+    wanted = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert load_tokenizer(folder, VOCAB)(TEXT)["input_ids"] == wanted.encode(TEXT).ids
+
+
+@pytest.mark.parametrize("name", ["GPTNeoXTokenizer", "RobertaTokenizer"])
+@pytest.mark.parametrize("start", [[], [tiny_models.BOS]])
+def test_the_file_says_which_tokens_stand_around_a_text(folder: Path, name: str, start: list[int]) -> None:
+    if start:
+        tokenizer = tiny_models.tokenizer().backend_tokenizer
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", *start)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    of_class(folder, name)
+    plain = tiny_models.tokenizer()(TEXT, add_special_tokens=False)["input_ids"]
+    assert load_tokenizer(folder, VOCAB)(TEXT)["input_ids"] == [*start, *plain]
+
+
+def test_dropout_is_off(folder: Path) -> None:
+    wanted = tiny_models.tokenizer()(TEXT)["input_ids"]
+    model(folder, dropout=0.5)
+    found = load_tokenizer(folder, VOCAB)
+    assert all(found(TEXT)["input_ids"] == wanted for _ in range(20))
+
+
+def test_an_added_token_with_the_next_id_stated_is_taken(folder: Path) -> None:
+    token = {"content": "<|x|>", "special": True}
+    setting(eos_token="<|x|>", added_tokens_decoder={str(VOCAB): token})(folder)
+    assert load_tokenizer(folder, VOCAB + 1).eos_token_id == VOCAB
+
+
+def test_no_end_is_made_up_by_a_class(folder: Path) -> None:
+    of_class(folder, "GPT2Tokenizer", eos_token=None, bos_token=None)
+    found = load_tokenizer(folder, VOCAB)
+    assert (found.eos_token_id, len(found)) == (None, VOCAB)
+
+
+def test_a_class_that_cannot_be_built_is_one_line_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints.edit(folder / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", errors=5, add_prefix_space=[])
+    load_tokenizer(folder, VOCAB)
+    (record,) = [record for record in caplog.records if "set aside" in record.message]
+    assert record.exc_info is None
 
 
 def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(folder: Path) -> None:

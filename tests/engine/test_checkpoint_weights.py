@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
-from engine import checkpoints, driver, tiny_models
+from engine import checkpoints, driver, sweep_models, tiny_models
 from llm_engine import loading
 from llm_engine.config import ConfigError
 
@@ -92,6 +93,17 @@ def test_every_family_comes_back_as_it_was_saved(tmp_path: Path, family: str) ->
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
+def test_a_mixture_is_refused_where_an_experts_number_is_wrong(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    sweep_models.build("mixtral").save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
+    load(folder)
+    name = "model.layers.1.block_sparse_moe.experts.1.w2.weight"
+    checkpoints.rewrite(folder, lambda t: {key.replace(name, name.replace("1.w2", "9.w2")): w for key, w in t.items()})
+    with pytest.raises(ConfigError, match=f"lacks 1 tensor of experts, first '{name}' .and holds 1 .*experts.9.w2"):
+        load(folder)
+
+
 class Panic(BaseException):
     """What a Rust library raises when it gives up: no Exception, so that nobody catches it unawares."""
 
@@ -163,3 +175,27 @@ def test_whatever_fails_while_a_model_is_loaded_is_one_line(folder: Path, file: 
     with pytest.raises(ConfigError) as refused:
         load(folder)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"hidden_act": "foo"}, "cannot be loaded: KeyError: 'foo'; check config.json"),
+        ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, "KeyError: 'foo'; check config.json"),
+        ({"model_type": ["llama"]}, r"model_type in .*/config.json must be text, got \['llama'\]"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings of this model is -1, .* correct it in config.json"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings of this model is 1, .* correct it in config.json"),
+    ],
+)
+def test_a_wrong_configuration_is_told_as_one(folder: Path, values: dict[str, Any], told: str) -> None:
+    checkpoints.edit(folder / "config.json", **values)
+    with pytest.raises(ConfigError, match=told) as refused:
+        load(folder)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_told_as_the_weights_fault(folder: Path, value: float) -> None:
+    checkpoints.rewrite(folder, lambda t: {**t, DOWN: torch.full_like(t[DOWN], value)})
+    with pytest.raises(ConfigError, match=r"the weights give NaN or infinity .* in float32; fetch them again$"):
+        load(folder)

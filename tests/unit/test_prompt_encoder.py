@@ -54,6 +54,13 @@ def test_a_text_that_leaves_no_room_for_an_answer_is_refused_only_where_there_wi
     assert len(encoder.text("text_input", "z" * 9, fits=True)) == 9
 
 
+@pytest.mark.parametrize("template", [5, True, {"default": 5}, {"tool_use": ["x"]}])
+def test_a_chat_template_that_is_no_text_is_none(template: Any) -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    assert PromptEncoder(tokenizer, 1000, len(tokenizer)).text("text_input", "the cat")
+
+
 class Segments(PreTrainedTokenizerFast):  # type: ignore[misc,unused-ignore]
     """Changes a text before it is encoded, as CPM's does."""
 

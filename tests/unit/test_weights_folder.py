@@ -20,8 +20,10 @@ def write(file: Path, content: Any) -> None:
     file.write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def shard(folder: Path, name: str, *tensors: str, dtype: torch.dtype = torch.float32) -> None:
-    save_file({tensor: torch.ones(4, 4).to(dtype) for tensor in tensors}, folder / name)
+def shard(
+    folder: Path, name: str, *tensors: str, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (4, 4)
+) -> None:
+    save_file({tensor: torch.ones(shape).to(dtype) for tensor in tensors}, folder / name)
 
 
 @pytest.fixture
@@ -93,6 +95,7 @@ def test_a_faulty_set_of_shards_is_refused_with_the_file(folder: Path, fault: st
         ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, "gptq"),
         ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
         ({"quantization_config": {"bits": 4}}, "unknown"),
+        ({"quantization_config": {}}, "unknown"),
     ],
 )
 def test_a_quantized_folder_is_refused_with_its_method_and_what_is_supported(
@@ -113,16 +116,40 @@ def test_a_file_beside_the_configuration_tells_the_method_too(folder: Path, file
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["down_proj.weight", "experts.down_proj", "experts.down_proj_bias", "q_proj.bias"])
 def test_weights_of_a_packed_type_are_refused_even_where_nothing_says_quantized(
-    folder: Path, dtype: torch.dtype
+    folder: Path, dtype: torch.dtype, name: str
 ) -> None:
-    shard(folder, "model.safetensors", "model.layers.0.mlp.down_proj.weight", dtype=dtype)
-    assert "is packed ('model.layers.0.mlp.down_proj.weight'" in refusal(folder)
+    shard(folder, "model.safetensors", f"model.layers.0.mlp.{name}", dtype=dtype)
+    assert f"is packed ('model.layers.0.mlp.{name}'" in refusal(folder)
 
 
-def test_a_mask_of_integers_in_an_old_checkpoint_is_no_packed_weight(folder: Path) -> None:
-    shard(folder, "model.safetensors", "h.0.attn.bias", dtype=torch.uint8)
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        ("h.0.attn.bias", torch.uint8, (1, 1, 4, 4)),
+        ("position_ids", torch.int64, (1, 4)),
+        ("vision.norm.num_batches_tracked", torch.int64, ()),
+    ],
+)
+def test_masks_positions_and_counters_in_an_old_checkpoint_are_no_packed_weights(
+    folder: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    shard(folder, "model.safetensors", name, dtype=dtype, shape=shape)
     weights.prepare(str(folder))
+
+
+def test_bytes_behind_the_tensors_are_told(folder: Path) -> None:
+    shard(folder, "model.safetensors", "a")
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    assert "model.safetensors has 4 bytes behind its tensors" in refusal(folder)
+
+
+def test_a_wrongly_numbered_expert_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    experts = (f"layers.0.mlp.experts.{i}.up_proj.weight" for i in (0, 1, 3))
+    shard(folder, "model.safetensors", *experts)
+    assert "lacks 1 tensor of experts, first 'layers.0.mlp.experts.2.up_proj.weight'" in refusal(folder)
 
 
 def test_an_adapter_is_refused_with_the_model_that_it_needs(folder: Path) -> None:
@@ -169,3 +196,7 @@ def test_a_weights_file_under_another_name_is_not_searched_for(folder: Path) -> 
 )
 def test_whatever_a_library_says_becomes_one_line(said: str, line: str) -> None:
     assert first_line(ValueError(said)) == line
+
+
+def test_a_missing_key_is_told_as_one() -> None:
+    assert first_line(KeyError("foo")) == "KeyError: 'foo'"

@@ -132,7 +132,7 @@ class PromptEncoder:
 def _sources(tokenizer: Any) -> tuple[str, str]:
     """The texts of the chat templates for a chat without and with tools, often the same; "" where there is none."""
     given = tokenizer.chat_template or ""
-    if not isinstance(given, Mapping):
-        return given, given
-    plain = given.get("default", "")
-    return plain, given.get("tool_use", plain)
+    named = given if isinstance(given, Mapping) else {"default": given}
+    texts = {name: text for name, text in named.items() if isinstance(text, str)}
+    plain = texts.get("default", "")
+    return plain, texts.get("tool_use", plain)

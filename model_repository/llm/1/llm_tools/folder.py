@@ -16,12 +16,15 @@ from typing import Any
 
 from llm_engine.config import ConfigError
 
+from .experts import refuse_misnumbered
+
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUPPORTED = "safetensors in float32, float16 or bfloat16, or a GGUF file"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_NO_WEIGHTS = {(), (1,)}  # how shapes of masks, positions and counters in old checkpoints begin
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "*.npz")
 _QUANTIZED_BY = {  # files beside config.json that say how weights were packed
     "quantize_config.json": "GPTQ",
@@ -48,7 +51,8 @@ def check_folder(folder: Path) -> Path:
     _refuse_quantized(folder, config)
     if named := config.get("transformers_weights"):
         raise ConfigError(f"model folder {folder} keeps its weights in {named!r}; rename it to {SINGLE}")
-    tensors(folder)
+    shapes = {name: stored.shape for name, stored in tensors(folder).items()}
+    refuse_misnumbered(f"model folder {folder}", shapes, config)
     return folder
 
 
@@ -71,7 +75,7 @@ def tensors(folder: Path) -> dict[str, Stored]:
         for name, stored in _header(file).items():
             if name in places:
                 raise ConfigError(f"tensor {name!r} stands in both {places[name].name} and {file.name} of {folder}")
-            if stored.dtype not in _FLOATS and name.endswith(".weight"):
+            if stored.dtype not in _FLOATS and (name.endswith(".weight") or stored.shape[:1] not in _NO_WEIGHTS):
                 raise ConfigError(
                     f"model folder {folder} is packed ({name!r} is {stored.dtype}); supported are {SUPPORTED}"
                 )
@@ -107,7 +111,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says in one line: its first line with words and what that announces, else its name."""
+    """What an exception says in one line: its first line with words and what that announces, else its name.
+
+    A KeyError says no more than the key, and gets its name before it.
+    """
+    if isinstance(error, KeyError):
+        return f"KeyError: {error}"[:300].replace("\n", " ")
     lines = [line for line in (line.strip(" -=\t") for line in str(error).splitlines()) if line]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:300] or type(error).__name__
 
@@ -144,6 +153,8 @@ def _header(file: Path) -> dict[str, Stored]:
             raise ConfigError(f"weights file {file} has a damaged header; fetch it again") from None
     if size < 8 + length + end:
         raise ConfigError(f"weights file {file} is truncated: {size} bytes of {8 + length + end}; fetch it again")
+    if size > 8 + length + end:
+        raise ConfigError(f"weights file {file} has {size - 8 - length - end} bytes behind its tensors; fetch it again")
     return found
 
 
@@ -151,7 +162,7 @@ def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "compression_config"):
-            if packed := part.get(key):
+            if (packed := part.get(key)) is not None:
                 method = packed.get("quant_method") or packed.get("format") if isinstance(packed, dict) else None
                 raise ConfigError(_packed(folder, str(method or "unknown")))
     for name, method in _QUANTIZED_BY.items():

@@ -22,7 +22,7 @@ from .identity import digest_of_model, name_arithmetic
 from .loaded import LoadedModel
 from .machine import MIB, Memory
 from .resources import Demand, Resources, resolve_sizes, resolve_threads, scratch_bytes
-from .shape import Heads, discover_attention, refuse_unsafe
+from .shape import Heads, discover_attention, refuse_short, refuse_unsafe
 
 _FORM = "as transformers holds them"
 _PACKED_FORM = "packed for the native kernels, transformers' copy dropped"
@@ -42,6 +42,7 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str, memory
         raise ConfigError(
             f"model type {text_config.model_type!r} does not let its attention be replaced; choose another"
         )
+    refuse_short(text_config)
     model.set_attn_implementation(attention.NAME)
     device = next(model.parameters()).device
     config, threads_from = resolve_threads(config, device)

@@ -17,7 +17,7 @@ from .. import attention
 from ..config import ConfigError, EngineConfig, cache_folder
 from . import machine
 from .attaching import attach
-from .generation import forget_unstated
+from .generation import check_generation, forget_unstated
 from .identity import digest_of_weights, weights_bytes
 from .loaded import LoadedModel
 from .resources import refuse_too_large, resolve_dtype
@@ -33,6 +33,7 @@ def load(config: EngineConfig) -> LoadedModel:
         config = resolve_dtype(config, device)
         folder = weights.prepare(config.model)
     with _one_line(f"model folder {folder}"):
+        check_generation(folder)
         dtype = getattr(torch, config.dtype)
         memory = machine.memory()
         if device.type == "cpu":
@@ -50,18 +51,19 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     import transformers
 
     _refuse_foreign_code(folder)
-    model_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    refuse_unsafe(model_config.get_text_config())
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        attn_implementation=attention.NAME,
-        device_map=None,
-        use_safetensors=True,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # they are told below, by name
-        output_loading_info=True,
-    )
+    with _one_line(f"model folder {folder}", f"; check {CONFIG}"):
+        model_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        refuse_unsafe(model_config.get_text_config())
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            device_map=None,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are told below, by name
+            output_loading_info=True,
+        )
     refuse_unproven(f"model folder {folder}", model, report, tensors(folder))
     return model
 
@@ -72,6 +74,8 @@ def _refuse_foreign_code(folder: Path) -> None:
 
     config = read_json(folder / CONFIG)
     kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"model_type in {folder / CONFIG} must be text, got {kind!r}; correct it, or fetch it again")
     if kind in transformers.CONFIG_MAPPING:
         return
     if config.get("auto_map"):
@@ -86,11 +90,11 @@ def _refuse_foreign_code(folder: Path) -> None:
 
 
 @contextmanager
-def _one_line(what: str) -> Iterator[None]:
+def _one_line(what: str, cure: str = "") -> Iterator[None]:
     """Make whatever a library raises a ConfigError of one line, its cause kept for the log."""
     try:
         yield
     except (ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of a Rust library is no Exception
-        raise ConfigError(f"{what} cannot be loaded: {first_line(error)}") from error
+        raise ConfigError(f"{what} cannot be loaded: {first_line(error)}{cure}") from error

@@ -14,6 +14,22 @@ from ..request import RequestError, SamplingParams
 
 log = logging.getLogger(__name__)
 
+_GENERATION = "generation_config.json"
+_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def check_generation(folder: Path) -> None:
+    """Raise ConfigError for a generation_config.json that transformers would pass over, with its ends and defaults."""
+    file = folder / _GENERATION
+    if not file.is_file():
+        return
+    stated = read_json(file)
+    for name in _NUMBERS:
+        value = stated.get(name)
+        kinds, told = (int, "a whole number") if name == "top_k" else (int | float, "a number")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise ConfigError(f"{name} in {file} must be {told}, got {value!r}; correct it, or fetch the file again")
+
 
 def eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Token ids that end an answer; empty for a model without any, whose answers end at max_tokens.
@@ -23,7 +39,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """
     found: dict[int, None] = {}
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    places = {"generation_config.json": model.generation_config, CONFIG: model.config, "the tokenizer": tokenizer}
+    places = {_GENERATION: model.generation_config, CONFIG: model.config, "the tokenizer": tokenizer}
     text_config = model.config.get_text_config()
     if text_config is not model.config:
         places["text_config"] = text_config
@@ -44,18 +60,17 @@ def forget_unstated(model: Any, folder: Path) -> None:
         return
     for config in (model.config, model.config.get_text_config()):
         config.eos_token_id = None
-    if not (folder / "generation_config.json").is_file():  # then transformers derived it from the configuration
+    if not (folder / _GENERATION).is_file():  # then transformers derived it from the configuration
         model.generation_config.eos_token_id = None
 
 
 def defaults(generation: Any) -> SamplingParams:
     """Sampling values of a generation_config; ConfigError if one is out of range."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    chosen = {name: getattr(generation, name, None) for name in names}
+    chosen = {name: getattr(generation, name, None) for name in _NUMBERS}
     try:
         return SamplingParams(**{name: value for name, value in chosen.items() if value is not None})
     except RequestError as error:
-        raise ConfigError(f"the model's generation_config.json is out of range: {error}") from None
+        raise ConfigError(f"the model's {_GENERATION} is out of range: {error}") from None
 
 
 def _ids(place: str, stated: Any, tokenizer: Any) -> Iterator[int]:

@@ -57,7 +57,8 @@ class Reference:
 def reference(model: Any, heads: Collection[Heads], special: Collection[int]) -> Reference:
     """Run `model` under eager attention, one whole sequence at a time, and restore its attention.
 
-    `heads` are its attention modules', `special` token ids that no sequence should hold. ConfigError if it cannot run.
+    `heads` are its attention modules', `special` token ids that no sequence should hold. ConfigError if it cannot run,
+    and for logits that are not finite: the fault is in the weights then, not in what is compared with them.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or LARGEST_WINDOW + BEHIND_WINDOW
@@ -70,6 +71,12 @@ def reference(model: Any, heads: Collection[Heads], special: Collection[int]) ->
             logits = [model(torch.tensor([ids], device=device), use_cache=False).logits[0] for ids in sequences]
         finally:
             model.set_attn_implementation(attention.NAME)
+    if not all(bool(rows.isfinite().all()) for rows in logits):
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"the weights give NaN or infinity under transformers' own attention, in {dtype}; fetch them again"
+            + ("" if dtype == "float32" else ", or set the parameter 'dtype' to float32")
+        )
     return Reference(config.model_type, sequences, tuple(logits))
 
 

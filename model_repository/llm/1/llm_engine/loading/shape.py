@@ -22,6 +22,7 @@ _ROPE_REFUSED = {
 }
 _DISCOVERY = f"{attention.NAME}-discovery"
 _MARK = torch.float64  # of masks that hold how many keys they show; no model makes such masks
+_SHORTEST = 2  # tokens of a context: one of a prompt, one of an answer
 _FAR = 1 << 20  # tokens, for a model that does not name its longest context
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -41,6 +42,16 @@ def refuse_unsafe(config: Any) -> None:
         raise ConfigError(f"model type {kind!r} has layers of kind {unknown[0]!r}, which cannot be batched here")
     if getattr(config, "attention_chunk_size", None):
         raise ConfigError(f"model type {kind!r} attends in chunks, which cannot be batched here")
+
+
+def refuse_short(config: Any) -> None:
+    """Raise ConfigError for a longest context that holds no prompt and a token of its answer."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and longest < _SHORTEST:
+        raise ConfigError(
+            f"max_position_embeddings of this model is {longest}, and must be at least {_SHORTEST} tokens; "
+            f"correct it in config.json, or fetch that again"
+        )
 
 
 def _rope_types(config: Any) -> Iterator[str]:
