@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -51,7 +52,8 @@ class Connections:
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
         self._greeted: set[str] = set()
-        self._left: list[Connection] = []  # given up while calls were running on them
+        self._greeters: Counter[Connection] = Counter()  # how many greet, or are about to
+        self._left: list[Connection] = []  # given up, and still in use
         self._forks: int | None = None  # how many there had been when the connections were made
 
     @property
@@ -192,7 +194,7 @@ class Connections:
         return await self.connect(url, timeout.connect, self._bell())
 
     def _at(self, url: str) -> tuple[Connection, bool, bool]:
-        """The connection to `url`, whether it is new, and whether its server has answered on it."""
+        """The connection to `url`, whether it is new, and whether its server has answered on it; if not, greet it."""
         with self._lock:
             self.check_open()
             new = url not in self._connections
@@ -201,7 +203,10 @@ class Connections:
                     self._forks = _Lineage.forks
                     weakref.finalize(self, _spare_the_parent, self._connections, self._left, self._forks)
                 self._connections[url] = self._make(url)
-            return self._connections[url], new, url in self._greeted
+            connection, greeted = self._connections[url], url in self._greeted
+            if not greeted:
+                self._greeters[connection] += 1
+            return connection, new, greeted
 
     async def _greet(self, connection: Connection, url: str, limit: float | None, bell: Bell) -> Status | None:
         """One small question, because a stream gives no sign of life before the first token. None: it was answered.
@@ -218,28 +223,29 @@ class Connections:
                 return failed.status
             answered = True  # the health service may be closed to us and the model open
         finally:
-            if not answered:
-                await self._give_up(url, connection)
-        with self._lock:
-            if self._connections.get(url) is connection:
-                self._greeted.add(url)
+            self._note_greeting(url, connection, answered=answered)
+            if self._left:
+                await self._sweep()
         self.endpoints.reached(url)
         return None
 
-    async def _give_up(self, url: str, connection: Connection) -> None:
-        """Whoever asks next dials anew. The calls that run on it go on: a server that drains answers what it has."""
+    def _note_greeting(self, url: str, connection: Connection, *, answered: bool) -> None:
+        """Without an answer whoever asks next dials anew. What runs on it goes on: a server that drains ends that."""
         with self._lock:
+            self._greeters -= Counter([connection])  # which drops what is 0
             if self._connections.get(url) is not connection:
                 return
-            del self._connections[url]
-            self._greeted.discard(url)
-            self._left.append(connection)
-        await self._sweep()
+            if answered:
+                self._greeted.add(url)
+            else:
+                del self._connections[url]
+                self._greeted.discard(url)
+                self._left.append(connection)
 
     async def _sweep(self) -> None:
-        """Hang up where no call is running any more."""
+        """Hang up where nothing is running any more."""
         with self._lock:
-            idle = [connection for connection in self._left if not connection.busy]
+            idle = [one for one in self._left if not (one in self._greeters or one.busy)]
             self._left[:] = [connection for connection in self._left if connection not in idle]
         for connection in idle:
             await connection.close()

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -156,3 +157,17 @@ def test_a_stream_of_a_server_that_drains_is_not_cut_by_requests_that_find_nobod
         asked.set()
         assert (stream.final().text, stream.resumes) == ("ab", 0)
     assert drained.wait(WAIT)
+
+
+def test_threads_that_find_nobody_together_are_all_told_so(port) -> None:
+    def ask(client: Client) -> set[str]:
+        told = set()
+        for _ in range(20):
+            with pytest.raises(ConnectionFailed) as caught:
+                client.generate("x")
+            told.add(caught.value.message)
+        return told
+
+    with Client(f"127.0.0.1:{port}", retries=0) as client, ThreadPoolExecutor(8) as pool:
+        told = set().union(*pool.map(ask, [client] * 8))
+    assert told == {f"cannot connect to 127.0.0.1:{port}: connection refused"}
