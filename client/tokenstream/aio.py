@@ -83,7 +83,8 @@ class AsyncClient(BaseClient):
         """An answer that is asked for when its block is entered or its first chunk is wanted.
 
         Exactly one of `prompt` (text as it is), `messages` (through the model's chat template) and `input_ids` must be
-        given. Raises TypeError for an unknown keyword, ValueError for an impossible one.
+        given. Raises TypeError for an unknown keyword or a wrong type, ValueError or InvalidRequest for a value that
+        cannot be meant or sent.
         """
         return AsyncTokenStream(self._pursue(Prompt(prompt, messages, input_ids), options))
 

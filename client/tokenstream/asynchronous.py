@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from .replies import ReplyReader
-from .transport import STREAM_METHOD, Arrival, Bell, Failed, Late, Metadata, Status, status_of
+from .transport import STREAM_METHOD, Arrival, Bell, Failed, Late, Metadata, Running, Status, status_of
 
 _CANCELLED = Status("CANCELLED", "the call was cancelled")
 _GARBAGE = Status("INTERNAL", "Exception deserializing response!")
@@ -104,17 +104,24 @@ class AsyncConnection:
     def __init__(self, url: str, options: list[tuple[str, Any]], credentials: grpc.ChannelCredentials | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._ending: set[Any] = set()
+        self._running = Running()
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(url, options=options)
         else:
             self._channel = grpc.aio.secure_channel(url, credentials, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is running."""
+        return bool(self._running)
+
     async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata, bell: Bell) -> Any:
         """The answer to one small request."""
         self._check_loop()
         try:
             rpc = getattr(self._stub, method)(request, timeout=limit, metadata=metadata)
+            self._running.add(rpc)
             bell.on_ring(rpc.cancel)
             return await rpc
         except (grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
@@ -129,6 +136,7 @@ class AsyncConnection:
             rpc = self._stream()(request, timeout=deadline, metadata=metadata)
         except grpc.aio.UsageError as error:
             raise _failed(error) from None
+        self._running.add(rpc)
         return AsyncCall(rpc, self._loop, self._ending)
 
     def _stream(self) -> Any:

@@ -21,6 +21,7 @@ from . import protocol
 from .answer import Answer
 from .connections import Connections
 from .course import Endpoints
+from .errors import InvalidRequest
 from .params import DEFAULT_URL, Options, Resume, draw_seed, sampling_json
 from .pursuit import Pursuit, Travel
 from .replies import Reply
@@ -66,7 +67,7 @@ class BaseClient(ABC):
         """
         urls = read_urls((os.environ.get("TOKENSTREAM_URL") or DEFAULT_URL) if url is None else url)
         self.url = ",".join(urls)
-        self.model = _checked("model", model, str)
+        self.model = _text("model", model)
         self.timeout = Timeout() if timeout is None else read_timeout(timeout)
         self._travel = Travel(self.timeout, {}, retries, resume, max_resumes)
         _check_keepalive(keepalive)
@@ -98,11 +99,12 @@ class BaseClient(ABC):
         seed = draw_seed() if given is None else given
         sampling = sampling_json(options, seed)
         travel = self._travel_of(options)
+        name = options.get("request_id")
         question = protocol.Question(
             self.model,
             prompt,
             sampling,
-            options.get("request_id") or uuid.uuid4().hex,
+            uuid.uuid4().hex if name is None or name == "" else name,
             options.get("priority"),
             options.get("cache_salt"),
             "" if prompt.messages is None else datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -150,7 +152,7 @@ def read_urls(given: str | Sequence[str]) -> list[str]:
     if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
         raise TypeError(f"url must be a str or a sequence of them, got {type(given).__name__}")
     parts = given.split(",") if isinstance(given, str) else given
-    urls = [_checked("url", url, str).strip() for url in parts]
+    urls = [_text("url", url).strip() for url in parts]
     for url in urls:
         if not (_ENDPOINT.fullmatch(url) and (url.startswith("unix:") or 1 <= int(url.rpartition(":")[2]) <= 65535)):
             raise ValueError(f"the url is HOST:PORT of Triton's gRPC endpoint (8001 by default), got {url[:200]!r}")
@@ -167,6 +169,15 @@ def _checked(name: str, value: object, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     return value
+
+
+def _text(name: str, value: object) -> str:
+    text = _checked(name, value, str)
+    try:
+        protocol.utf8(name, text)
+    except InvalidRequest as error:
+        raise ValueError(error.message) from None
+    return text
 
 
 def _check_prompt(prompt: protocol.Prompt) -> None:

@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from .replies import ReplyReader
-from .transport import STREAM_METHOD, Arrival, Bell, Failed, Late, Metadata, Status, status_of
+from .transport import STREAM_METHOD, Arrival, Bell, Failed, Late, Metadata, Running, Status, status_of
 
 _LOOK_SECONDS = 1.0
 
@@ -133,11 +133,18 @@ class BlockingConnection:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._watchman = Watchman()
         self._ending: set[Any] = set()
+        self._running = Running()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is running."""
+        return bool(self._running)
 
     async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata, bell: Bell) -> Any:
         """The answer to one small request."""
         try:
             rpc = getattr(self._stub, method).future(request, timeout=limit, metadata=metadata)
+            self._running.add(rpc)
             bell.on_ring(rpc.cancel)
             return rpc.result()
         except grpc.RpcError as error:
@@ -150,11 +157,11 @@ class BlockingConnection:
     async def open(self, request: pb.ModelInferRequest, *, deadline: float | None, metadata: Metadata) -> BlockingCall:
         """Send a request."""
         try:
-            return BlockingCall(
-                self._stream()(request, timeout=deadline, metadata=metadata), self._watchman, self._ending
-            )
+            rpc = self._stream()(request, timeout=deadline, metadata=metadata)
         except ValueError:
             raise Failed(_CLOSED) from None
+        self._running.add(rpc)
+        return BlockingCall(rpc, self._watchman, self._ending)
 
     def _stream(self) -> Any:
         """The RPC with a reader of its own; gRPC ends it with INTERNAL if that finds no response."""

@@ -47,8 +47,8 @@ class Client(BaseClient):
         """Ask for an answer and return at once; iterate the result for its chunks.
 
         Exactly one of `prompt` (text as it is), `messages` (through the model's chat template) and `input_ids` must be
-        given. Raises TypeError for an unknown keyword, ValueError for an impossible one, ConnectionFailed or
-        ConnectTimeout; what the server refuses is raised by iterating.
+        given. Raises TypeError for an unknown keyword or a wrong type, ValueError or InvalidRequest for a value that
+        cannot be meant or sent, ConnectionFailed or ConnectTimeout; what the server refuses is raised by iterating.
         """
         return TokenStream(self._pursue(Prompt(prompt, messages, input_ids), options))
 

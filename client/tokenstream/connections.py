@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from .timeouts import Timeout, in_words
 from .transport import Bell, Connection, Failed, Status, keep_for_good, settle
 
 _POLL_FIRST, _POLL_MOST = 0.05, 1.0  # seconds between questions for readiness, doubling from the first to the most
+_NO_ANSWER = frozenset({"DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED"})
 T = TypeVar("T")
 
 
@@ -50,6 +52,8 @@ class Connections:
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
         self._greeted: set[str] = set()
+        self._greeters: Counter[Connection] = Counter()  # how many greet, or are about to
+        self._left: list[Connection] = []  # given up, and still in use
         self._forks: int | None = None  # how many there had been when the connections were made
 
     @property
@@ -75,22 +79,23 @@ class Connections:
     async def connect(self, url: str, limit: float | None, bell: Bell) -> Connection:
         """The connection to `url`, once its server has answered on it. ConnectionFailed, ConnectTimeout and others.
 
-        It ends at once when `bell` rings.
+        Nobody watches a connection between two calls, so that one from before may be dead, or repeat how a dial of long
+        ago ended: if it cannot be used, a new one dials now, within the same `limit`. Ends at once when `bell` rings.
         """
         self.check_process()  # before the lock, which another thread may have held at a fork
-        with self._lock:
-            self.check_open()
-            if url not in self._connections:
-                if self._forks is None:
-                    self._forks = _Lineage.forks
-                    weakref.finalize(self, _spare_the_parent, self._connections, self._forks)
-                self._connections[url] = self._make(url)
-            connection, greeted = self._connections[url], url in self._greeted
-        if not greeted:
-            await self._greet(connection, url, limit, bell)
-            self._greeted.add(url)
-            self.endpoints.reached(url)
-        return connection
+        if self._left:
+            await self._sweep()
+        end = None if limit is None else time.monotonic() + limit
+        left, again = limit, True
+        while True:
+            connection, new, greeted = self._at(url)
+            if greeted or (failure := await self._greet(connection, url, left, bell)) is None:
+                return connection
+            left = None if end is None else end - time.monotonic()
+            stale = again and not new and failure.name == "UNAVAILABLE"
+            if not stale or self.closed or (left is not None and left <= 0):
+                raise _not_connected(url, failure, limit)
+            again = False
 
     def doubt(self, url: str) -> None:
         """Greet the server anew before the next request."""
@@ -102,8 +107,9 @@ class Connections:
             return
         with self._lock:
             self.closed = True
-            connections = list(self._connections.values())
+            connections = [*self._connections.values(), *self._left]
             self._connections.clear()
+            self._left.clear()
         for connection in connections:
             await connection.close()
 
@@ -148,9 +154,8 @@ class Connections:
         """Whether any endpoint says that the model can be asked."""
         for url in self.endpoints.in_order():
             try:
-                bell, question = self._bell(), pb.ModelReadyRequest(name=model)
-                connection = await self.connect(url, timeout.connect, bell)
-                metadata = self.passport.stamp({})
+                connection = await self._live(url, timeout)
+                bell, question, metadata = self._bell(), pb.ModelReadyRequest(name=model), self.passport.stamp({})
                 answer = await connection.ask(
                     "ModelReady", question, limit=timeout.connect, metadata=metadata, bell=bell
                 )
@@ -188,19 +193,62 @@ class Connections:
         self.doubt(url)
         return await self.connect(url, timeout.connect, self._bell())
 
-    async def _greet(self, connection: Connection, url: str, limit: float | None, bell: Bell) -> None:
-        """One small question, because a stream gives no sign of life before the first token."""
+    def _at(self, url: str) -> tuple[Connection, bool, bool]:
+        """The connection to `url`, whether it is new, and whether its server has answered on it; if not, greet it."""
+        with self._lock:
+            self.check_open()
+            new = url not in self._connections
+            if new:
+                if self._forks is None:
+                    self._forks = _Lineage.forks
+                    weakref.finalize(self, _spare_the_parent, self._connections, self._left, self._forks)
+                self._connections[url] = self._make(url)
+            connection, greeted = self._connections[url], url in self._greeted
+            if not greeted:
+                self._greeters[connection] += 1
+            return connection, new, greeted
+
+    async def _greet(self, connection: Connection, url: str, limit: float | None, bell: Bell) -> Status | None:
+        """One small question, because a stream gives no sign of life before the first token. None: it was answered.
+
+        A connection without an answer is given up, and is not asked again.
+        """
+        answered = False
         try:
             metadata = self.passport.stamp({})
             await connection.ask("ServerLive", pb.ServerLiveRequest(), limit=limit, metadata=metadata, bell=bell)
+            answered = True
         except Failed as failed:
-            status = failed.status
-            if status.name == "DEADLINE_EXCEEDED":
-                within = "its own time" if limit is None else in_words(limit)
-                raise ConnectTimeout(f"{url} did not answer within {within}") from None
-            if status.name in ("UNAVAILABLE", "CANCELLED"):
-                raise _not_connected(url, status.name, status.details) from None
-            # Any other status is an answer: the health service may be closed to us and the model open.
+            if failed.status.name in _NO_ANSWER:
+                return failed.status
+            answered = True  # the health service may be closed to us and the model open
+        finally:
+            self._note_greeting(url, connection, answered=answered)
+            if self._left:
+                await self._sweep()
+        self.endpoints.reached(url)
+        return None
+
+    def _note_greeting(self, url: str, connection: Connection, *, answered: bool) -> None:
+        """Without an answer whoever asks next dials anew. What runs on it goes on: a server that drains ends that."""
+        with self._lock:
+            self._greeters -= Counter([connection])  # which drops what is 0
+            if self._connections.get(url) is not connection:
+                return
+            if answered:
+                self._greeted.add(url)
+            else:
+                del self._connections[url]
+                self._greeted.discard(url)
+                self._left.append(connection)
+
+    async def _sweep(self) -> None:
+        """Hang up where nothing is running any more."""
+        with self._lock:
+            idle = [one for one in self._left if not (one in self._greeters or one.busy)]
+            self._left[:] = [connection for connection in self._left if connection not in idle]
+        for connection in idle:
+            await connection.close()
 
 
 def meaning(status: Status, url: str) -> TokenstreamError:
@@ -221,13 +269,16 @@ class _Lineage:
 os.register_at_fork(after_in_child=_Lineage.forked)
 
 
-def _spare_the_parent(connections: dict[str, Connection], forks: int) -> None:
+def _spare_the_parent(connections: dict[str, Connection], left: list[Connection], forks: int) -> None:
     if forks != _Lineage.forks:
         keep_for_good(connections)
+        keep_for_good(left)
 
 
-def _not_connected(url: str, name: str, details: str) -> TokenstreamError:
-    reason = from_status(name, details, url)
+def _not_connected(url: str, failure: Status, limit: float | None) -> TokenstreamError:
+    if failure.name == "DEADLINE_EXCEEDED":
+        return ConnectTimeout(f"{url} did not answer within {'its own time' if limit is None else in_words(limit)}")
+    reason = from_status(failure.name, failure.details, url)
     if isinstance(reason, IncompleteStream):  # nothing had begun
-        return ConnectionFailed(f"cannot connect to {url}: {why_not_connected(details)}")
+        return ConnectionFailed(f"cannot connect to {url}: {why_not_connected(failure.details)}")
     return reason

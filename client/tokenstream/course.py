@@ -19,7 +19,7 @@ from . import errors
 _ASIDE_SECONDS = 10.0
 _ASIDE_FULL_SECONDS = 1.0
 _PAUSE_FIRST, _PAUSE_MOST = 0.2, 5.0  # seconds; the longest pause doubles from round to round
-_REDIAL_FIRST, _REDIAL_SHARE, _REDIAL_MOST = 0.13, 0.9, 2.5  # seconds, share of an outage, seconds
+_OUTAGE_PAUSE = 2.5  # seconds; where nobody listens the pause is as long as that has lasted, and no longer than this
 _LONGEST_WAIT = 60.0  # seconds; a server that asks for more is not waited for
 _BUDGET, _BUDGET_RATE, _BUDGET_WAIT = 100.0, 20.0, 5.0  # rounds, rounds per second, seconds
 
@@ -80,15 +80,11 @@ class Endpoints:
             self._aside[url] = time.monotonic() + seconds
 
     def unreachable(self, url: str) -> float:
-        """Nobody took a connection. Returns in how many seconds at the latest gRPC dials again.
-
-        Sooner it repeats its last failure. Its pauses begin with 0.1 s and grow by 1.6 up to 2 s, each up to a fifth
-        longer or shorter, so that one is never longer than 0.12 s and 0.9 of all those before it.
-        """
+        """Nobody took a connection. Returns for how many seconds to leave it alone: a server that starts takes some."""
         now = time.monotonic()
         with self._lock:
             since = self._unreachable.setdefault(url, now)
-        return min(_REDIAL_MOST, _REDIAL_FIRST + _REDIAL_SHARE * (now - since))
+        return min(_OUTAGE_PAUSE, now - since)
 
     def reached(self, url: str) -> None:
         """A connection was made."""

@@ -1,18 +1,18 @@
 """What a caller may say of a request: sampling parameters by vLLM's names, their way onto the wire, and options.
 
-Names are checked here and values on the server, which knows the model's limits.
+Names, and whether values can be sent, are checked here; values on the server, which knows the model's limits.
 It does not know how a token is drawn.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from .errors import InvalidRequest
+from .protocol import json_text
 from .timeouts import Timeout
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def sampling_json(options: Options, seed: int) -> str:
     """The wire's JSON object of the sampling and prompting among `options`, with `seed` in it whatever the caller gave.
 
     A seed is always sent: an answer whose seed only the server knows could not be resumed on another one.
-    Raises TypeError naming an unknown keyword or a value that JSON cannot hold, InvalidRequest for NaN, infinity
-    and integers of more than 4300 digits.
+    Raises TypeError naming an unknown keyword or a value that JSON cannot hold, InvalidRequest for NaN, infinity,
+    integers of more than 4300 digits and text that is no Unicode.
     """
     if unknown := sorted(set(options) - _OPTION_NAMES):
         raise TypeError(f"{unknown[0]!r} is no sampling parameter; known ones are {', '.join(sorted(SAMPLING_NAMES))}")
@@ -112,17 +112,5 @@ def sampling_json(options: Options, seed: int) -> str:
     for name, value in given.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequest(f"{name} must be a finite number, got {value}")
-    try:
-        return json.dumps(given | {"seed": seed}, ensure_ascii=False)
-    except (ValueError, RecursionError):  # JSON would hold it, but nobody could read it
-        raise InvalidRequest(f"{_unwritable(given)} holds too long an integer, or is nested too deeply") from None
-
-
-def _unwritable(values: Mapping[str, object]) -> str:
-    """The name of the first value that cannot be written as JSON."""
-    for name, value in values.items():
-        try:
-            json.dumps(value)
-        except (ValueError, RecursionError):
-            return name
-    return "seed"
+    parts = (f'"{name}": {json_text(name, value)}' for name, value in (given | {"seed": seed}).items())
+    return "{" + ", ".join(parts) + "}"

@@ -65,12 +65,16 @@ class Begun:
 
 
 def generate_request(question: Question) -> pb.ModelInferRequest:
-    """What every attempt to have it answered asks; InvalidRequest for text that is no Unicode and ids outside INT32."""
+    """What every attempt to have it answered asks.
+
+    InvalidRequest for text that is no Unicode and numbers that the wire has no room for; TypeError for what has the
+    wrong type. Both name it.
+    """
     request, prompt = _request(question.model, question.request_id), question.prompt
     if prompt.text is not None:
         _add_string(request, "text_input", prompt.text)
     if prompt.messages is not None:
-        _add_string(request, "messages", json.dumps(prompt.messages, ensure_ascii=False))
+        _add_string(request, "messages", json_text("messages", prompt.messages))
         if question.template_time:
             _add_string(request, "template_time", question.template_time)
     if prompt.input_ids is not None:
@@ -79,9 +83,11 @@ def generate_request(question: Question) -> pb.ModelInferRequest:
     for name in _OUTPUTS:
         request.outputs.add(name=name)
     if question.priority is not None:
+        _check_priority(question.priority)
         request.parameters["priority"].uint64_param = question.priority  # Triton keeps it to itself, for its queue
         request.parameters["llm_priority"].int64_param = question.priority  # the engine's copy
     if question.cache_salt is not None:
+        utf8("cache_salt", question.cache_salt)
         request.parameters["cache_salt"].string_param = question.cache_salt
     return request
 
@@ -132,7 +138,38 @@ def model_states(index: pb.RepositoryIndexResponse) -> tuple[ModelStatus, ...]:
     return tuple(ModelStatus(model.name, model.version, model.state, model.reason) for model in index.models)
 
 
+def json_text(name: str, value: object) -> str:
+    """A value as JSON. TypeError naming it if it is nothing that JSON holds, InvalidRequest if nobody could read it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be sent as JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} holds too long an integer, or is nested too deeply") from None
+    utf8(name, text)
+    return text
+
+
+def utf8(name: str, text: str) -> bytes:
+    """Text as bytes. TypeError naming it if it is no str, InvalidRequest if it is no Unicode."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str, got {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is not Unicode text: half a character at position {error.start}") from None
+
+
+def _check_priority(priority: int) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TypeError(f"priority must be an integer, got {type(priority).__name__}")
+    if not 0 <= priority < 2**63:  # the server knows its levels
+        told = priority if abs(priority) < 2**64 else f"an integer of {priority.bit_length()} bits"
+        raise InvalidRequest(f"priority must be from 1 (highest) to 3, got {told}")
+
+
 def _request(model: str, request_id: str) -> pb.ModelInferRequest:
+    utf8("request_id", request_id)
     request = pb.ModelInferRequest(model_name=model, id=request_id)
     # Makes a final mark without data visible; without it such an end could not be told from a pause.
     request.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -140,10 +177,7 @@ def _request(model: str, request_id: str) -> pb.ModelInferRequest:
 
 
 def _add_string(request: pb.ModelInferRequest, name: str, text: str) -> None:
-    try:
-        data = text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{name} is not Unicode text: half a character at position {error.start}") from None
+    data = utf8(name, text)
     request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
     request.raw_input_contents.append(struct.pack("<I", len(data)) + data)
 

@@ -104,11 +104,13 @@ class Passport:
 
 
 def trace_headers(traceparent: str | None, tracestate: str | None) -> dict[str, str]:
-    """W3C trace context as headers, where Triton looks for it. ValueError if it is malformed."""
+    """W3C trace context as headers, where Triton looks for it. ValueError if it is malformed, TypeError if no str."""
     if traceparent is None:
         if tracestate is not None:
             raise ValueError("tracestate means nothing without traceparent")
         return {}
+    if not isinstance(traceparent, str):
+        raise TypeError(f"traceparent must be a str, got {type(traceparent).__name__}")
     if not _TRACEPARENT.fullmatch(traceparent):
         raise ValueError(f"traceparent must be VERSION-TRACE-PARENT-FLAGS in hexadecimal digits, got {traceparent!r}")
     return {"traceparent": traceparent} | ({} if tracestate is None else {"tracestate": tracestate})

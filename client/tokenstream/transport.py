@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,6 +84,10 @@ class Call(Protocol):
 class Connection(Protocol):
     """A connection to one endpoint, made when it is first used. No exception of gRPC's own leaves it."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is running."""
+
     async def ask(self, method: str, request: Any, *, limit: float | None, metadata: Metadata, bell: Bell) -> Any:
         """The answer to one small request; Failed, at once when `bell` rings."""
 
@@ -104,6 +109,21 @@ class Bell(Protocol):
 
     def ring(self) -> None:
         """End this pause and all further ones at once. From any thread."""
+
+
+class Running:
+    """The RPCs of a connection that run. One that nobody holds does not: gRPC cancels what is forgotten."""
+
+    def __init__(self) -> None:
+        self._rpcs: set[weakref.ref[Any]] = set()
+
+    def add(self, rpc: Any) -> None:
+        """One more, until it is done."""
+        self._rpcs.add(weakref.ref(rpc, self._rpcs.discard))
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return any(rpc is not None and not rpc.done() for rpc in [known() for known in list(self._rpcs)])
 
 
 def keep_for_good(thing: object) -> None:
@@ -136,13 +156,11 @@ async def settle(call: Call) -> None:
 
 
 def channel_options(keepalive: float | None, connect: float | None, server_name: str | None) -> list[tuple[str, Any]]:
-    """gRPC's options: quick reconnecting, and pings every `keepalive` seconds of silence while an answer is awaited."""
+    """gRPC's options: a bound for dials, and pings every `keepalive` seconds of silence while an answer is awaited."""
     options: list[tuple[str, Any]] = [
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_retries", 0),  # whether to ask again is for `course` to say
         ("grpc.max_receive_message_length", 2**31 - 1),  # as Triton's own; gRPC's 4 MiB is less than a long text
-        ("grpc.use_local_subchannel_pool", 1),  # or this client would sit out the pauses of others that failed
+        ("grpc.use_local_subchannel_pool", 1),  # or a new connection would sit out the pauses of others that failed
     ]
     if connect is not None:  # bounds reconnecting too, which no request's clock sees
         options.append(("grpc.min_reconnect_backoff_ms", int(connect * 1000)))

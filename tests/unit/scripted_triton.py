@@ -84,6 +84,10 @@ class ScriptedTriton:
     def close(self) -> None:
         self._server.stop(0).wait(WAIT)
 
+    def drain(self) -> threading.Event:
+        """Take no more connections and requests; what runs goes on. The event is set when it has ended."""
+        return self._server.stop(WAIT)
+
     def _stream(
         self, requests: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ModelStreamInferResponse | bytes]:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 import tokenstream
-from tokenstream import TLS, Client, Timeout
+from tokenstream import TLS, Client, InvalidRequest, Timeout
 from unit.scripted_triton import answer
 
 URL = "the url is HOST:PORT"
+HALF = "\ud83d"  # of a pair of surrogates
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,18 @@ def test_a_setting_beyond_its_range_is_named(name, value: Any):
         ("retries", {"prompt": "x", "retries": 1.5}),
         ("headers", {"prompt": "x", "headers": 5}),
         ("headers", {"prompt": "x", "headers": lambda: 5}),
+        ("request_id", {"prompt": "x", "request_id": 5}),
+        ("request_id", {"prompt": "x", "request_id": 0}),
+        ("cache_salt", {"prompt": "x", "cache_salt": 5}),
+        ("priority", {"prompt": "x", "priority": "1"}),
+        ("priority", {"prompt": "x", "priority": True}),
+        ("priority", {"prompt": "x", "priority": 1.0}),
+        ("stop", {"prompt": "x", "stop": {"a"}}),
+        ("stop", {"prompt": "x", "stop": b"a"}),
+        ("seed", {"prompt": "x", "seed": object()}),
+        ("tools", {"prompt": "x", "tools": [{1}]}),
+        ("messages", {"messages": [{"role": "user", "content": b"x"}]}),
+        ("traceparent", {"prompt": "x", "traceparent": 5}),
     ],
 )
 def test_what_is_asked_in_the_wrong_type_is_named(serve, name, given: Any):
@@ -85,6 +98,34 @@ def test_what_is_asked_in_the_wrong_type_is_named(serve, name, given: Any):
     with pytest.raises(TypeError, match=name):
         client.generate(**given)
     assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("request_id", {"prompt": "x", "request_id": HALF}),
+        ("cache_salt", {"prompt": "x", "cache_salt": HALF}),
+        ("stop", {"prompt": "x", "stop": ["a", HALF]}),
+        ("chat_template_kwargs", {"prompt": "x", "chat_template_kwargs": {HALF: 1}}),
+        ("messages", {"messages": [{"role": "user", "content": HALF}]}),
+        ("messages", {"messages": [{"role": "user", "content": 10**5000}]}),
+        ("priority", {"prompt": "x", "priority": 2**63}),
+        ("priority", {"prompt": "x", "priority": -1}),
+        ("priority", {"prompt": "x", "priority": 10**5000}),
+    ],
+    ids=lambda value: ascii(value)[:20] if isinstance(value, str) else "",
+)
+def test_what_the_wire_cannot_carry_is_refused_by_name(serve, name, given: Any):
+    server, client = serve(answer("a"))
+    with pytest.raises(InvalidRequest, match=f"^{name} "):
+        client.generate(**given)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("model", HALF), ("url", f"{HALF}:1")])
+def test_a_setting_that_is_no_unicode_is_named(name, value):
+    with pytest.raises(ValueError, match=f"^{name} is not Unicode text"):
+        Client(**{"url": "a:1", name: value})
 
 
 def test_a_text_to_tokenize_and_ids_to_detokenize_are_checked():
