@@ -33,7 +33,7 @@ from .tensors import refuse_unproven
 
 Progress = Callable[[str, int, int | None], None]
 
-_CONVERSION = 3  # raised when the converted files change, so that old ones are made again
+_CONVERSION = 4  # raised when the converted files change, or what is refused, so that old ones are made again
 _PACKAGE = "package://"
 _SPACE_FACTOR = 4  # a 4-bit GGUF grows to 16 bits per weight
 
