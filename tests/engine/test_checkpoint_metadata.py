@@ -10,13 +10,15 @@ from typing import Any
 
 import gguf
 import pytest
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import engine.test_checkpoint_gguf as whole
 from engine import gguf_files, tiny_models
 from llm_engine.config import ConfigError
-from llm_tools import weights
+from llm_tools import gguf_file, weights
+from llm_tools.gguf_header import read_header
 
 VERSION = Path(__file__).parents[2] / "model_repository/llm/1"
 CONTEXT = tiny_models.CONTEXT
@@ -44,6 +46,7 @@ def written(folder: Path, **keys: Any) -> Path:
         ({"llama__rope__scaling__yarn_ext_factor": 0.0}, "yarn_ext_factor as 0.0, which is not supported"),
         ({"llama__attention__causal": False}, "states llama.attention.causal as False"),
         ({"llama__expert_weights_norm": False}, "states llama.expert_weights_norm as False"),
+        ({"mistral__context_length": 7}, "states mistral.context_length, but is of architecture llama"),
         ({"llama__nobody_knows": 0}, "states llama.nobody_knows as 0"),
         ({"llama__nobody_knows": ""}, "states llama.nobody_knows"),
         ({"llama__attention__layer_norm_rms_epsilon": None}, "does not state llama.attention.layer_norm_rms_epsilon"),
@@ -89,6 +92,25 @@ def test_what_changes_nothing_changes_nothing(tmp_path: Path, keys: dict[str, An
     assert (config["model_type"], config["num_key_value_heads"]) == ("llama", gguf_files.KV_HEADS)
     assert config["num_attention_heads"] == gguf_files.HEADS
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_an_absent_rope_base_is_the_formats_or_the_file_is_refused(tmp_path: Path) -> None:
+    config, _ = whole.converted(written(tmp_path, llama__rope__freq_base=None))
+    assert config["rope_parameters"]["rope_theta"] == 10000.0
+
+
+def test_a_sliding_window_that_no_layer_would_heed_is_refused(tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "m.gguf", kind="qwen2", keys={"qwen2.attention.sliding_window": 16})
+    assert "states qwen2.attention.sliding_window as 16" in whole.refusal(file)
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_whether_experts_weights_are_normed_is_what_the_file_says(tmp_path: Path, stated: bool) -> None:
+    keys = {"qwen3moe.expert_weights_norm": stated, "qwen3moe.expert_used_count": 2}
+    file = gguf_files.write(tmp_path / "m.gguf", kind="qwen3moe", keys=keys)
+    config = transformers.Qwen3MoeConfig(norm_topk_prob=not stated, head_dim=8)
+    gguf_file.complete_config(read_header(file), config)
+    assert config.norm_topk_prob is stated
 
 
 def test_a_key_that_a_file_states_twice_is_refused(tmp_path: Path) -> None:

@@ -177,6 +177,8 @@ def complete_config(header: GgufHeader, config: Any) -> None:
     kind = header.architecture
     table = _table(kind, config)
     for field in header.metadata:
+        if field.partition(".")[0] in _other_architectures(kind):  # transformers would take it for the file's own
+            raise ConfigError(f"model file {header.name} states {field}, but is of architecture {kind}; {_ALTERNATIVE}")
         key = field.removeprefix(f"{kind}.")
         if key in table:
             if key in _POSITIVE and not (header.stated(field, float) or 0) > 0:
@@ -243,6 +245,12 @@ def _table(kind: str, config: Any) -> Mapping[str, Any]:
 
     found: Mapping[str, Any] = GGUF_CONFIG_MAPPING.get(kind) or GGUF_CONFIG_MAPPING.get(config.model_type) or {}
     return found
+
+
+def _other_architectures(kind: str) -> set[str]:
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+
+    return set(GGUF_CONFIG_MAPPING) - {kind, "general", "tokenizer"}
 
 
 def _rotary_width(config: Any) -> int:
