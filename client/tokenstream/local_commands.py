@@ -186,9 +186,9 @@ def starting(run_dir: Path | None) -> bool:
 def run_folders(run_dir: Path | None) -> list[Path]:
     """The folder that was named, else those of this user's live servers."""
     from .layout import cache_root
-    from .runfolder import live_files
+    from .runfolder import live_files, run_roots
 
-    return [run_dir] if run_dir else live_files(cache_root() / "run")
+    return [run_dir] if run_dir else [folder for root in run_roots(cache_root()) for folder in live_files(root)]
 
 
 def _event(name: str, **values: Any) -> None:

@@ -8,14 +8,17 @@ It does not know what runs in the folder, and starts nothing.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
 import shutil
 import signal
+import stat
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,6 +35,54 @@ LEAVE_SECONDS = 4.0  # a predecessor whose supervisor was killed is gone in two
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (Triton's Python backend has its regions there)
 
 _ID = re.compile("[0-9a-f]{16}")
+
+
+def run_root(cache: Path, run_dir: Path | None = None, env: Mapping[str, str] = os.environ) -> Path:
+    """Where a run's folder goes: `cache`/run; if that is another user's or read-only, `run_dir`, else a private folder.
+
+    A private folder is this user's alone (0700), in $XDG_RUNTIME_DIR or the folder of temporary files.
+    """
+    own = cache / "run"
+    if _is_open_to_us(own):
+        return own
+    return run_dir or next(filter(_made_private, _private_roots(env)), own)
+
+
+def run_roots(cache: Path, env: Mapping[str, str] = os.environ) -> list[Path]:
+    """Every place where `run_root` may have put this user's runs, but for folders that were named."""
+    return [cache / "run", *(root for root in _private_roots(env) if _is_private(root))]
+
+
+def _private_roots(env: Mapping[str, str]) -> list[Path]:
+    runtime = env.get("XDG_RUNTIME_DIR")
+    temporary = Path(tempfile.gettempdir()) / f"tokenstream-{os.geteuid()}"
+    return [*([Path(runtime) / "tokenstream"] if runtime else []), temporary]
+
+
+def _is_open_to_us(root: Path) -> bool:
+    """Whether this user may make runs in `root`, which is made if it is absent; other faults are told by those runs."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS)
+    lock = root / ".lock"
+    may_make = os.access(root, os.W_OK | os.X_OK, effective_ids=True)
+    return may_make and (not lock.exists() or os.access(lock, os.R_OK | os.W_OK, effective_ids=True))
+
+
+def _made_private(root: Path) -> bool:
+    with suppress(OSError):
+        root.mkdir(mode=0o700)
+    return _is_private(root)
+
+
+def _is_private(root: Path) -> bool:
+    """Whether `root` is a folder of this user's that nobody else can enter; anybody could make one of its name."""
+    try:
+        found = root.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 class RunFolder:

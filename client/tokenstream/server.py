@@ -24,7 +24,7 @@ from .ports import Ports, choose_ports
 from .prepare import prepare
 from .process import Process, memory_kills
 from .repository import find_repository, read_repository
-from .runfolder import RUN_ID, RunFolder, sweep
+from .runfolder import RUN_ID, RunFolder, run_root, sweep
 from .supervise import Interrupted, OnDrain, serve_until_signal
 from .tritonserver import check_open_files, command_line, ready_models
 
@@ -191,7 +191,9 @@ class TritonServer:
         cache = cache_root(self._env)
         check_path(self.repository, "the model repository", "move it, or link to it from elsewhere")
         check_path(cache, "the cache folder", "name another with TOKENSTREAM_CACHE")
-        folder = RunFolder(cache / "run", files=self._run_dir)
+        root = run_root(cache, self._run_dir, self._env)
+        check_path(root, "the run folder", "name another with --run-dir")
+        folder = RunFolder(root, files=self._run_dir)
         marks = {"TOKENSTREAM_CACHE": str(cache), "TOKENSTREAM_RUN_DIR": str(folder.files), RUN_ID: folder.id}
         names = tuple(model.name for model in models)
         self._run = _Run(names, layout, folder, folder.path / "backends", {**self._env, **marks})

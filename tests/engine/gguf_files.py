@@ -53,11 +53,13 @@ def write(
     kind: str = "llama",
     per_part: int = 0,
     theta: float = 10000.0,
+    keys: Mapping[str, Any] | None = None,
     **metadata: Any,
 ) -> Path:
     """Write `values`, by default the tiny llama, to `file`; with `per_part` tensors in each of several files.
 
-    `metadata`: further keys of the architecture, an underscore for each point.
+    `metadata`: further keys of the architecture, two underscores for each point. `keys` come last, under their whole
+    names, in place of what stands there; None leaves a key out, a value of gguf.GGUFValue has its type.
     """
     writer = gguf.GGUFWriter(file, kind, split_max_tensors=per_part)
     writer.add_name("tiny")
@@ -74,6 +76,7 @@ def write(
         key = f"{kind}.{key.replace('__', '.')}"
         writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
     _add_tokenizer(writer)
+    _put(writer, keys or {})
     for name, array in (tensors() if values is None else values).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -81,6 +84,20 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _put(writer: gguf.GGUFWriter, keys: Mapping[str, Any]) -> None:
+    for key, value in keys.items():
+        writer.kv_data[0].pop(key, None)
+        match value:
+            case None:
+                pass
+            case gguf.GGUFValue():
+                writer.kv_data[0][key] = value
+            case list():
+                writer.add_array(key, value)
+            case _:
+                writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:

@@ -112,7 +112,6 @@ def test_the_tokenizer_of_the_file_is_loaded_whatever_the_type_of_the_model(tmp_
         ([("</s>", CONTROL), ("<eos>", USER_DEFINED)], {}, {FIRST}),
         ([("<|end|>", CONTROL), ("<|return|>", CONTROL), ("<|call|>", CONTROL)], {}, {FIRST + 1, FIRST + 2}),
         ([("<|end|>", CONTROL)], {}, {FIRST}),
-        ([], {"eos_token_id": 4_000_000_000}, set()),
     ],
 )
 def test_an_answer_ends_at_the_files_ids_and_at_tokens_that_say_they_end_a_turn(
@@ -182,7 +181,15 @@ def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(
         ({"merges": ["q q"]}, "merge of 'q' with 'q' is not in its vocabulary"),
         ({"token_type": [NORMAL]}, "lacks the types"),
         ({"tokens": ["a", "a"]}, "a token twice"),
-        ({"tokens": 5}, "cannot be used"),
+        ({"tokens": 5}, "tokens must be a list, not 5"),
+        ({"merges": [1, 2]}, "merges must be a string, not 1"),
+        ({"tokenizer.chat_template": 7}, r"tokenizer\.chat_template must be a string, not 7"),
+        ({"add_bos_token": 1}, "add_bos_token must be true or false, not 1"),
+        *(
+            ({f"{role}_token_id": 262}, f"its {role}_token_id is 262, beyond its vocabulary of 262 tokens")
+            for role in ("bos", "eos", "eot", "eom", "unknown", "padding")
+        ),
+        ({"eos_token_id": 4_000_000_000}, "its eos_token_id is 4000000000, beyond its vocabulary of 262 tokens"),
         ({"add_bos_token": True}, "adds BOS to texts .* but names none"),
     ],
 )

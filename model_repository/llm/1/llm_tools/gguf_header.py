@@ -9,15 +9,21 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llm_engine.config import ConfigError
+
+T = TypeVar("T", str, int, float, bool)
 
 MAGIC = b"GGUF"
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MAX_ALIGNMENT = 1 << 20
+_SAID = {str: "a string", int: "an integer", float: "a finite number", bool: "true or false"}
+_QUOTE = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +45,30 @@ class GgufTensor:
 class GgufHeader:
     """`entries` holds each metadata key with its bytes as they stand in the file, key and type included.
 
-    `data_start` is where the tensors' data begin, in bytes from the start of the file, and `alignment` theirs.
+    `data_start` is where the tensors' data begin, in bytes from the start of the file, and `alignment` theirs. `name`
+    is the file that messages speak of: that of the user, where `file` is a copy.
     """
 
     file: Path
+    name: Path
     version: int
     metadata: dict[str, Any]
     entries: tuple[tuple[str, bytes], ...]
     tensors: tuple[GgufTensor, ...]
     data_start: int
     alignment: int
+
+    def stated(self, key: str, kind: type[T]) -> T | None:
+        """What the file states under `key`, None if nothing. ConfigError if it is not of this kind."""
+        try:
+            return stated(self.metadata, key, kind)
+        except ConfigError as error:
+            raise ConfigError(f"model file {self.name} is not sound: {error}; fetch another") from None
+
+    @property
+    def architecture(self) -> str:
+        """The architecture's name, with which its keys begin."""
+        return self.stated("general.architecture", str) or ""
 
     def floats(self, tensor: GgufTensor) -> list[float]:
         """The values of a small float32 tensor."""
@@ -57,12 +77,42 @@ class GgufHeader:
             return list(struct.unpack(f"<{tensor.values}f", f.read(4 * tensor.values)))
 
 
-def read_header(file: Path) -> GgufHeader:
-    """Read the header of `file`. ConfigError if it is no GGUF file, or is cut, damaged or of an unknown version."""
+def stated(metadata: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+    """The value of `key`, None if it is absent. ConfigError if it is not of this kind; an integer is a number, too."""
+    if key not in metadata:
+        return None
+    return _typed(key, metadata[key], kind)
+
+
+def stated_list(metadata: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
+    """The values of `key`, none if it is absent. ConfigError if it is no list of this kind."""
+    values = metadata.get(key, [])
+    if not isinstance(values, list):
+        raise ConfigError(f"{key} must be a list, not {_quoted(values)}")
+    return [_typed(key, value, kind) for value in values]
+
+
+def _typed(key: str, value: Any, kind: type[T]) -> T:
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(f"{key} must be {_SAID[kind]}, not {_quoted(value)}")
+    return kind(value)
+
+
+def _quoted(value: Any) -> str:
+    text = repr(value[:_QUOTE] if isinstance(value, str | list) else value)
+    return text if len(text) <= _QUOTE else f"{text[:_QUOTE]}..."
+
+
+def read_header(file: Path, name: Path | None = None) -> GgufHeader:
+    """Read the header of `file`, which messages call `name`.
+
+    ConfigError if it is no GGUF file, or is cut, damaged or of an unknown version.
+    """
     try:
         with file.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            header = _Reader(content).header(file)
-    except (struct.error, ValueError, KeyError, IndexError, MemoryError, OverflowError) as error:
+            header = _Reader(content).header(file, name or file)
+    except (struct.error, ValueError, KeyError, IndexError, MemoryError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"model file {file} is truncated, damaged or no GGUF file ({error}); fetch it again"
         ) from None
@@ -88,7 +138,7 @@ class _Reader:
         self._content = content
         self._at = 0
 
-    def header(self, file: Path) -> GgufHeader:
+    def header(self, file: Path, name: Path) -> GgufHeader:
         if self._content[:4] != MAGIC:
             raise ValueError("it does not begin with GGUF")
         self._at = 4
@@ -100,12 +150,17 @@ class _Reader:
         for _ in range(entry_count):
             start = self._at
             key = self._string()
+            if key in metadata:
+                raise ValueError(f"it states {key} twice")
             metadata[key] = self._value(*self._take("I"))
             entries.append((key, self._content[start : self._at]))
         tensors = tuple(self._tensor() for _ in range(tensor_count))
-        alignment = int(metadata.get("general.alignment", 32))
+        alignment = stated(metadata, "general.alignment", int)
+        alignment = 32 if alignment is None else alignment
+        if not 0 < alignment <= _MAX_ALIGNMENT:
+            raise ValueError(f"general.alignment is {alignment}")
         data_start = -(-self._at // alignment) * alignment
-        return GgufHeader(file, version, metadata, tuple(entries), tensors, data_start, alignment)
+        return GgufHeader(file, name, version, metadata, tuple(entries), tensors, data_start, alignment)
 
     def _tensor(self) -> GgufTensor:
         name = self._string()

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from llm_engine.config import ConfigError
 
-from .gguf_header import GgufHeader
+from .gguf_header import GgufHeader, stated, stated_list
 from .gguf_pretokenizers import PRE_TOKENIZERS
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # token types
@@ -59,15 +59,21 @@ class _Vocabulary:
     """Tokens with their types, scores and roles, checked against each other."""
 
     def __init__(self, keys: Mapping[str, Any], defaults: Mapping[str, int]) -> None:
-        texts: Sequence[str] = keys.get("tokens") or ()
+        texts = stated_list(keys, "tokens", str)
         self.texts = [text or f"[EMPTY_{token}]" for token, text in enumerate(texts)]
         self.ids = {text: token for token, text in enumerate(self.texts)}
-        self.types: Sequence[int] = keys.get("token_type") or [_NORMAL] * len(texts)
-        self.scores: Sequence[float] = keys.get("scores") or ()
+        self.types: Sequence[int] = stated_list(keys, "token_type", int) or [_NORMAL] * len(texts)
+        self.scores: Sequence[float] = stated_list(keys, "scores", float)
         if not texts or len(self.types) < len(texts) or len(self.ids) < len(texts):
             raise ConfigError("its vocabulary is empty, has a token twice, or lacks the types of some tokens")
-        ids = {role: keys.get(f"{key}_token_id", defaults.get(role)) for role, key in _ROLES.items()}
-        self.roles: dict[str, int] = {role: token for role, token in ids.items() if token in range(len(texts))}
+        named = {role: stated(keys, f"{key}_token_id", int) for role, key in _ROLES.items()}
+        for role, token in named.items():
+            if token is not None and token not in range(len(texts)):
+                raise ConfigError(
+                    f"its {_ROLES[role]}_token_id is {token}, beyond its vocabulary of {len(texts)} tokens"
+                )
+        ids = {**{role: token for role, token in defaults.items() if token < len(texts)}, **_present(named)}
+        self.roles: dict[str, int] = ids
 
     def named(self) -> Iterable[tuple[str, str]]:
         """Yield the roles that transformers knows, with their tokens. A word that pads is still a word."""
@@ -100,29 +106,33 @@ class _Vocabulary:
                 yield AddedToken(text, special=control, normalized=False, rstrip=rstrip)
 
 
+def _present(ids: Mapping[str, int | None]) -> dict[str, int]:
+    return {role: token for role, token in ids.items() if token is not None}
+
+
 def read(header: GgufHeader) -> GgufTokenizer:
     """Return the tokenizer of a GGUF file. Raises ConfigError with the reason."""
     try:
         return _build(header.metadata)
-    except (ValueError, TypeError) as error:  # ConfigError, or a key that holds something else than it should
+    except ValueError as error:  # ConfigError, or what the tokenizer's library says
         raise ConfigError(
-            f"the tokenizer of model file {header.file} cannot be used: {error}; take the model's safetensors"
+            f"the tokenizer of model file {header.name} cannot be used: {error}; take the model's safetensors"
         ) from None
 
 
 def _build(metadata: Mapping[str, Any]) -> GgufTokenizer:
     prefix = "tokenizer.ggml."
     keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    kind, name = keys.get("model"), keys.get("pre")
+    kind, name = stated(keys, "model", str), stated(keys, "pre", str)
     add_bos = kind != "gpt2"
     if kind == "llama":
         vocabulary = _Vocabulary(keys, _SENTENCEPIECE_IDS)
-        tokenizer = _sentencepiece(vocabulary, add_space=keys.get("add_space_prefix", True))
+        tokenizer = _sentencepiece(vocabulary, add_space=_flag(keys, "add_space_prefix", True))
     elif kind == "gemma4":
         vocabulary = _Vocabulary(keys, {})
         tokenizer = _sentencepiece_with_merges(vocabulary, _merges(keys))
     elif kind == "gpt2":
-        if name not in PRE_TOKENIZERS:
+        if name is None or name not in PRE_TOKENIZERS:
             raise ConfigError(
                 f"its pre-tokenizer (tokenizer.ggml.pre) is {name!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}"
             )
@@ -131,20 +141,26 @@ def _build(metadata: Mapping[str, Any]) -> GgufTokenizer:
         add_bos = PRE_TOKENIZERS[name].add_bos and "bos" in vocabulary.roles
     else:
         raise ConfigError(f"its kind (tokenizer.ggml.model) is {kind!r}; supported are gpt2, llama and gemma4")
-    general_name = str(metadata.get("general.name", "")).lower()
+    general_name = (stated(metadata, "general.name", str) or "").lower()
     tokenizer.add_tokens(list(vocabulary.added(strip="phi-3" in general_name or "phi3" in general_name)))
-    add_bos = keys.get("add_bos_token", add_bos) or kind == "gemma4"  # old files of Gemma 4 deny it
-    tokenizer.post_processor = _template(vocabulary, add_bos=add_bos, add_eos=keys.get("add_eos_token", False))
+    add_bos = _flag(keys, "add_bos_token", add_bos) or kind == "gemma4"  # old files of Gemma 4 deny it
+    tokenizer.post_processor = _template(vocabulary, add_bos=add_bos, add_eos=_flag(keys, "add_eos_token", False))
     config = {_MARK: True, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {f"{role}_token": text for role, text in vocabulary.named()} | _chat_template(metadata)
     return GgufTokenizer(tokenizer, config, vocabulary.ends())
 
 
+def _flag(keys: Mapping[str, Any], key: str, default: bool) -> bool:
+    found = stated(keys, key, bool)
+    return default if found is None else found
+
+
 def _merges(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the merges of the file, best first. A token may begin with a space, so the second one may separate."""
-    if not keys.get("merges"):
+    merges = stated_list(keys, "merges", str)
+    if not merges:
         raise ConfigError("it has no merges (tokenizer.ggml.merges)")
-    cuts = ((merge, merge.find(" ", 1)) for merge in dict.fromkeys(keys["merges"]))
+    cuts = ((merge, merge.find(" ", 1)) for merge in dict.fromkeys(merges))
     return [(merge[:at], merge[at + 1 :]) for merge, at in cuts if at > 0]
 
 
@@ -241,8 +257,9 @@ def _template(vocabulary: _Vocabulary, *, add_bos: bool, add_eos: bool) -> proce
 def _chat_template(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entry of tokenizer_config.json for the chat template, or for all by name where there are several."""
     key = "tokenizer.chat_template"
-    texts = {"default": metadata.get(key)}
-    texts |= {name: metadata.get(f"{key}.{name}") for name in metadata.get("tokenizer.chat_templates") or ()}
+    texts = {"default": stated(metadata, key, str)}
+    names = stated_list(metadata, "tokenizer.chat_templates", str)
+    texts |= {name: stated(metadata, f"{key}.{name}", str) for name in names}
     found = [{"name": name, "template": text} for name, text in texts.items() if text]
     if [template["name"] for template in found] == ["default"]:
         return {"chat_template": found[0]["template"]}

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,13 +26,14 @@ from llm_kernels.shared import locked, new_folder, open_to_others
 
 from . import gguf_file, gguf_tokenizer
 from .folder import check_folder, first_line, read_json
-from .gguf_header import read_header
+from .gguf_header import GgufHeader, read_header
+from .gguf_tokenizer import GgufTokenizer
 from .json_lines import report, report_progress
 from .tensors import refuse_unproven
 
 Progress = Callable[[str, int, int | None], None]
 
-_CONVERSION = 3  # raised when the converted files change, so that old ones are made again
+_CONVERSION = 4  # raised when the converted files change, or what is refused, so that old ones are made again
 _PACKAGE = "package://"
 _SPACE_FACTOR = 4  # a 4-bit GGUF grows to 16 bits per weight
 
@@ -114,8 +116,11 @@ def _converted(file: Path, cache: Path, progress: Progress) -> Path:
             _convert(file, target, progress)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise _no_space(target.parent, file, _needed(parts)) from None
-        raise ConfigError(f"cannot write converted weights to {target.parent}: {error.strerror or error}") from None
+            raise _no_space(target.parent, file, _needed(parts, copied=len(parts) > 1)) from None
+        raise ConfigError(
+            f"cannot write converted weights to {target.parent}: {error.strerror or error}; "
+            f"set TOKENSTREAM_CACHE to a folder that you can write to"
+        ) from None
     return target
 
 
@@ -133,41 +138,45 @@ def _convert(file: Path, target: Path, progress: Progress) -> None:
     for stale in target.parent.glob(f".{target.name}.tmp*"):  # a killed conversion left it; we hold the lock
         shutil.rmtree(stale, ignore_errors=True)
     parts = gguf_file.parts(file)
-    if shutil.disk_usage(target.parent).free < _needed(parts):
-        raise _no_space(target.parent, file, _needed(parts))
+    headers = [read_header(part) for part in parts]
+    if len(parts) == 1:
+        gguf_file.refuse_part(headers[0])
+    copied = gguf_file.must_be_copied(headers)
+    needed = _needed(parts, copied=copied)
+    if shutil.disk_usage(target.parent).free < needed:
+        raise _no_space(target.parent, file, needed)
     work = new_folder(target.parent, f".{target.name}.tmp-")
     try:
         source, out = parts[0], work / "converted"
-        if len(parts) > 1:
+        if copied:
             source = work / file.name
-            progress("merging the parts of the weights", 0, None)
-            gguf_file.merge([read_header(part) for part in parts], source)
-        _unpack(source, out, progress)
+            progress("merging the parts of the weights" if len(parts) > 1 else "copying the weights", 0, None)
+            gguf_file.copy(headers, source)
+        _unpack(read_header(source, parts[0]), gguf_tokenizer.read(headers[0]), out, progress)
         open_to_others(out)  # safetensors keeps its files to their owner
         out.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _unpack(file: Path, out: Path, progress: Progress) -> None:
-    """Write `file` as bfloat16 safetensors with its tokenizer. About 20 seconds for 135 M parameters on two cores."""
+def _unpack(header: GgufHeader, tokenizer: GgufTokenizer, out: Path, progress: Progress) -> None:
+    """Write a file as bfloat16 safetensors with its tokenizer. About 20 seconds for 135 M parameters on two cores."""
     total = 4
     progress("converting the weights", 0, total)
-    header = read_header(file)
-    gguf_file.refuse_part(header)
     import torch
     import transformers
 
-    tokenizer = gguf_tokenizer.read(header)  # first: what it refuses need not be converted
+    gguf_file.check_types(header)
+    source = header.file
     transformers.utils.logging.disable_progress_bar()
     packing = transformers.GgufConfig(dequantize=True)  # packed weights could not be saved
     progress("converting the weights", 1, total)
     try:
-        config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
         gguf_file.complete_config(header, config)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
+            source.parent,
+            gguf_file=source.name,
             config=config,
             dtype=torch.bfloat16,
             quantization_config=packing,
@@ -176,11 +185,14 @@ def _unpack(file: Path, out: Path, progress: Progress) -> None:
             output_loading_info=True,
         )
         progress("converting the weights", 2, total)
+    except ConfigError:
+        raise
     except Exception as error:  # its header is sound, so what fails here is what transformers makes of its contents
         raise ConfigError(
-            f"model file {file} cannot be converted ({first_line(error)}); serve the safetensors original of this model"
+            f"model file {header.name} cannot be converted ({first_line(error)}); "
+            f"serve the safetensors original of this model"
         ) from error
-    refuse_unproven(f"model file {file}", model, loading)
+    refuse_unproven(f"model file {header.name}", model, loading)
     gguf_file.refuse_leftovers(header, model)
     progress("converting the weights", 3, total)
     model.generation_config.eos_token_id = list(tokenizer.end_ids) or None
@@ -206,9 +218,9 @@ def _digest(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _needed(files: list[Path]) -> int:
-    """Bytes that converting `files` takes; parts are merged first."""
-    return (_SPACE_FACTOR + (len(files) > 1)) * sum(file.stat().st_size for file in files)
+def _needed(files: list[Path], *, copied: bool) -> int:
+    """Bytes that converting `files` takes."""
+    return (_SPACE_FACTOR + copied) * sum(file.stat().st_size for file in files)
 
 
 def _no_space(folder: Path, file: Path, needed: int) -> ConfigError:
@@ -239,6 +251,10 @@ def main() -> int:
         build_kernels(cache_folder(), report_progress)
     except ConfigError as error:
         report(error=str(error))
+        return 1
+    except Exception as error:  # noqa: BLE001 (whoever started this process waits for one line)
+        traceback.print_exc()
+        report(error=f"model {spec!r}: {type(error).__name__}: {first_line(error)}")
         return 1
     report(path=os.fspath(path))
     return 0
