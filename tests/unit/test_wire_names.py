@@ -178,6 +178,7 @@ def test_do_sample_draws_where_the_models_default_is_greedy() -> None:
         ({"logit_bias": {"9" * 5000: 100}}, "^logit_bias must have token ids as keys.* got '9+\\.\\.\\.9+'$"),
         ({"stop_wrods": ["a"]}, "^sampling parameter 'stop_wrods' is unknown; did you mean 'stop_words'"),
         ({"max_new_token": 3}, "^sampling parameter 'max_new_token' is unknown; did you mean 'max_new_tokens'"),
+        ({"max_tokens" * 7: 3}, "is unknown; known ones are"),
         ({"colour": 3}, "^sampling parameter 'colour' is unknown; known ones are .*do_sample, .*end_id, .*stop, "),
         ({"seed": 1, "stop": "\ud800"}, "^stop in sampling_parameters holds half a character"),
         ({"st\ud800p": "x"}, "^sampling_parameters holds half a character"),

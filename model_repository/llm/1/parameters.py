@@ -21,6 +21,7 @@ from quoted import quoted
 
 NAMES = tuple(field.name for field in fields(SamplingParams))
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")  # as JSON writes a number, so that one id has one key
+_MAX_NAME = 64  # characters of an unknown name that is compared with the known ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def _enter(values: dict[str, _Value], name: str, value: Any) -> None:
 
 def _advice(name: str) -> str:
     honoured = {*_COERCE, *(theirs for theirs, meaning in FOREIGN.items() if isinstance(meaning, Synonym))}
-    if near := get_close_matches(name, sorted(honoured), 1, 0.75):
+    if len(name) <= _MAX_NAME and (near := get_close_matches(name, sorted(honoured), 1, 0.75)):
         return f"did you mean {near[0]!r}?"
     return f"known ones are {', '.join(sorted(_COERCE))}, and those of other servers that docs/requests.md names"
 
