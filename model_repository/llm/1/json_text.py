@@ -6,9 +6,11 @@ What is too long, of too many parts or no JSON is a RequestError naming the fiel
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from llm_engine.request import RequestError
+from quoted import quoted
 
 MAX_CHARACTERS = 2**20  # of a JSON text, but for that of messages
 MAX_PARTS = 100_000  # values, keys, objects and arrays of one JSON text, counted by their punctuation
@@ -20,7 +22,8 @@ def read_json(name: str, text: str, most: int | None = MAX_CHARACTERS, *, bounde
     """What a JSON text of at most `most` characters says.
 
     `bounded`: whoever takes the value refuses large numbers by their names; else those too long for Python are refused.
-    Escapes that spell a lone surrogate are refused: no tokenizer takes it, and no answer could repeat it.
+    Escapes that spell a lone surrogate are refused: no tokenizer takes it, and no answer could repeat it. So is
+    a key that stands twice in one object, of which nobody could say which one was meant.
     """
     if most is not None and len(text) > most:
         raise RequestError(f"{name} has {len(text)} characters; at most {most} are read")
@@ -30,10 +33,17 @@ def read_json(name: str, text: str, most: int | None = MAX_CHARACTERS, *, bounde
     def integer(digits: str) -> int:
         if (count := len(digits.lstrip("-"))) > _MAX_DIGITS and not bounded:
             raise RequestError(f"{name} holds a number of {count} digits; at most {_MAX_DIGITS} are read")
-        return int(digits[:_MAX_DIGITS])  # still beyond every bound
+        return int(digits[: _MAX_DIGITS + digits.startswith("-")])  # still beyond every bound
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise RequestError(f"{name} has the key {quoted(twice)} twice in one object")
+        return value
 
     try:
-        value = json.loads(text, parse_int=integer)
+        value = json.loads(text, parse_int=integer, object_pairs_hook=distinct)
     except RecursionError:
         raise nested_too_deeply(name) from None
     except ValueError as error:
