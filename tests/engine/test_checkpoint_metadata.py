@@ -97,6 +97,9 @@ def test_what_changes_nothing_changes_nothing(tmp_path: Path, keys: dict[str, An
 def test_an_absent_rope_base_is_the_formats_or_the_file_is_refused(tmp_path: Path) -> None:
     config, _ = whole.converted(written(tmp_path, llama__rope__freq_base=None))
     assert config["rope_parameters"]["rope_theta"] == 10000.0
+    other = transformers.LlamaConfig(head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    with pytest.raises(ConfigError, match=r"does not state llama\.rope\.freq_base"):
+        gguf_file.complete_config(read_header(tmp_path / "m.gguf"), other)
 
 
 def test_a_sliding_window_that_no_layer_would_heed_is_refused(tmp_path: Path) -> None:
