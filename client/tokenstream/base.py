@@ -22,7 +22,7 @@ from .answer import Answer
 from .connections import Connections
 from .course import Endpoints
 from .errors import InvalidRequest
-from .params import DEFAULT_URL, Options, Resume, draw_seed, sampling_json
+from .params import DEFAULT_URL, Options, Resume, draw_seed, sampling_json, utf8
 from .pursuit import Pursuit, Travel
 from .replies import Reply
 from .results import ModelStatus
@@ -174,7 +174,7 @@ def _checked(name: str, value: object, kind: type[T]) -> T:
 def _text(name: str, value: object) -> str:
     text = _checked(name, value, str)
     try:
-        protocol.utf8(name, text)
+        utf8(name, text)
     except InvalidRequest as error:
         raise ValueError(error.message) from None
     return text

@@ -6,13 +6,13 @@ It does not know how a token is drawn.
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from .errors import InvalidRequest
-from .protocol import json_text
 from .timeouts import Timeout
 
 if TYPE_CHECKING:
@@ -114,3 +114,25 @@ def sampling_json(options: Options, seed: int) -> str:
             raise InvalidRequest(f"{name} must be a finite number, got {value}")
     parts = (f'"{name}": {json_text(name, value)}' for name, value in (given | {"seed": seed}).items())
     return "{" + ", ".join(parts) + "}"
+
+
+def json_text(name: str, value: object) -> str:
+    """A value as JSON. TypeError naming it if it is nothing that JSON holds, InvalidRequest if nobody could read it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be sent as JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} holds too long an integer, or is nested too deeply") from None
+    utf8(name, text)
+    return text
+
+
+def utf8(name: str, text: str) -> bytes:
+    """Text as bytes. TypeError naming it if it is no str, InvalidRequest if it is no Unicode."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str, got {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is not Unicode text: half a character at position {error.start}") from None

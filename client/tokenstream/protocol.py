@@ -15,6 +15,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as pb
 
 from .errors import InternalError, InvalidRequest
+from .params import json_text, utf8
 from .results import ModelStatus, ServerInfo
 
 # What is asked for by name, so that the server does not send what follows from the rest, at every token.
@@ -136,28 +137,6 @@ def server_info(text: str) -> ServerInfo:
 def model_states(index: pb.RepositoryIndexResponse) -> tuple[ModelStatus, ...]:
     """What a server's repository holds, in its order."""
     return tuple(ModelStatus(model.name, model.version, model.state, model.reason) for model in index.models)
-
-
-def json_text(name: str, value: object) -> str:
-    """A value as JSON. TypeError naming it if it is nothing that JSON holds, InvalidRequest if nobody could read it."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except TypeError as error:
-        raise TypeError(f"{name} cannot be sent as JSON: {error}") from None
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"{name} holds too long an integer, or is nested too deeply") from None
-    utf8(name, text)
-    return text
-
-
-def utf8(name: str, text: str) -> bytes:
-    """Text as bytes. TypeError naming it if it is no str, InvalidRequest if it is no Unicode."""
-    if not isinstance(text, str):
-        raise TypeError(f"{name} must be a str, got {type(text).__name__}")
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{name} is not Unicode text: half a character at position {error.start}") from None
 
 
 def _check_priority(priority: int) -> None:
