@@ -129,7 +129,7 @@ def test_the_files_options_hold_whatever_class_is_named(folder: Path, name: str,
 @pytest.mark.parametrize("start", [[], [tiny_models.BOS]])
 def test_the_file_says_which_tokens_stand_around_a_text(folder: Path, name: str, start: list[int]) -> None:
     if start:
-        tokenizer = tiny_models.tokenizer().backend_tokenizer
+        tokenizer = Tokenizer.from_str(tiny_models.tokenizer().backend_tokenizer.to_str())
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", *start)])
         tokenizer.save(str(folder / "tokenizer.json"))
     of_class(folder, name)
