@@ -59,7 +59,8 @@ def model(at: int | None = None) -> Script:
         asked: dict[str, Any] = inputs(request)
         sampling, begun = asked["sampling_parameters"], asked.get("resume_token_ids", [])
         text = TextStream(Pieces(), [], SamplingParams(stop=tuple(sampling["stop"])))
-        text.replay(begun)
+        for each in begun:
+            text.push(each)
         answer = list(begun)
         reason = ""
         while not reason:

@@ -373,7 +373,8 @@ def test_a_resumed_answer_goes_on_where_it_was_cut(answer: list[int], data: st.D
     params = SamplingParams(stop=tuple(stops), min_tokens=2)
     whole, resumed = TextStream(tokenizer, [], params), TextStream(tokenizer, [], params)
     expected = [whole.push(i) for i in answer] + [whole.flush()]
-    resumed.replay(answer[:cut])
+    for token in answer[:cut]:
+        resumed.push(token)
     assert [resumed.push(i) for i in answer[cut:]] + [resumed.flush()] == expected[cut:]
     assert resumed.stopped == whole.stopped
 

@@ -7,7 +7,7 @@ know why an answer ends: the engine names the terminating token, reads `stopped`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -214,11 +214,6 @@ class TextStream:
     def flush(self) -> str:
         """Return all that is held back. Only for an answer that ended with stop or length: a resume still needs it."""
         return "" if self.stopped else self._sift(self._detokenizer.flush(), final=True)
-
-    def replay(self, token_ids: Iterable[int]) -> None:
-        """Take tokens whose text was sent before, on resume; what is held back comes with later tokens."""
-        for token_id in token_ids:
-            self.push(token_id)
 
     def _sift(self, piece: str, *, final: bool) -> str:
         """Append `piece` to the held text; cut at a stop string or hold back what may become one."""
