@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from collections.abc import Iterable
 
 import pytest
@@ -77,3 +79,13 @@ def test_a_job_that_fails_leaves_the_others_and_its_bytes_are_free() -> None:
     preparer.stop()
     assert done == [1]
     preparer.check(MOST_BYTES)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="a thread has a policy of its own on Linux alone")
+def test_long_work_runs_only_where_no_thread_of_the_engine_wants_the_core() -> None:
+    preparer, policies = Preparer(), []
+    preparer.put(1, lambda: policies.append(os.sched_getscheduler(threading.get_native_id())))
+    preparer.start()
+    preparer.stop()
+    assert policies == [os.SCHED_IDLE]
+    assert os.sched_getscheduler(threading.get_native_id()) == os.SCHED_OTHER

@@ -20,7 +20,6 @@ from llm_engine.request import Code, RequestError
 LONG_BYTES = 8192  # of a request's inputs; fewer take less than about five milliseconds
 MOST_BYTES = 2**26  # that may wait here
 SWITCH_SECONDS = 0.0005  # a thread that computes in Python gives way so often; by default Python's do every 0.005
-NICENESS = 10  # of this thread, behind the threads that compute tokens where they want the same core
 log = logging.getLogger("tokenstream")
 
 
@@ -82,8 +81,7 @@ class Preparer:
             return self._jobs.pop(turn)
 
     def _run(self) -> None:
-        if hasattr(os, "setpriority"):  # on Linux a thread has a niceness of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        _yield_to_others()
         while (entry := self._next()) is not None:
             size, job = entry
             try:
@@ -94,3 +92,16 @@ class Preparer:
                 del job, entry  # and with them the request
                 with self._changed:
                     self._bytes -= size
+
+
+def _yield_to_others() -> None:
+    """Run this thread only where no other wants the core: the threads that compute tokens meet, and each waits for all.
+
+    A niceness is not enough, for who waits at such a meeting yields, and a nice thread then has the core for a slice.
+    """
+    if not hasattr(os, "sched_setscheduler"):  # on Linux a thread has a policy of its own
+        return
+    try:
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+    except OSError as error:  # a sandbox may refuse it, and long work then takes its turn with the rest
+        log.info("the preparer's thread runs at normal priority: %s", error)
