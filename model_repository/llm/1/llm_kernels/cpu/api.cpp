@@ -1,0 +1,72 @@
+// The kernels as C functions, called by ctypes: pointers, sizes and structs. Callers check what they hand over.
+#include "decoder.h"
+#include "pack.h"
+#include "rope.h"
+
+#define TOKENSTREAM_API extern "C" __attribute__((visibility("default")))
+
+using namespace tokenstream;
+
+// Whether vdpbf16ps is there.
+TOKENSTREAM_API std::int32_t ts_has_dpbf16() {
+#if defined(TOKENSTREAM_DPBF16)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// The format that takes a kind's blocks as they are.
+TOKENSTREAM_API std::int32_t ts_own_format(std::int32_t kind) { return own_format(static_cast<Kind>(kind)); }
+
+TOKENSTREAM_API std::size_t ts_weight_bytes(const Weight* w) { return w->bytes(); }
+
+// Write rows [first, first + count) into the panels of a weight whose memory `data` is zero. 0: some value is not finite.
+TOKENSTREAM_API std::int32_t ts_pack(const Weight* w, std::uint8_t* data, std::int32_t first, std::int32_t count,
+                                     std::int32_t kind, const std::uint8_t* rows, std::size_t row_bytes) {
+  return pack_rows(*w, data, first, count, static_cast<Kind>(kind), rows, row_bytes);
+}
+
+// Columns [first, first + count) as float32 [count][depth].
+TOKENSTREAM_API void ts_read_columns(const Weight* w, std::int32_t first, std::int32_t count, float* to) {
+  for (int i = 0; i < count; ++i) read_column(*w, first + i, to + static_cast<std::size_t>(i) * w->depth);
+}
+
+TOKENSTREAM_API Workspace* ts_open(const Model* m, std::int32_t threads) { return new Workspace(*m, threads); }
+TOKENSTREAM_API void ts_close(Workspace* w) { delete w; }
+
+TOKENSTREAM_API void ts_forward(const Model* m, const Step* s, Workspace* w, float* logits, Seconds* seconds) {
+  forward(*m, *s, *w, logits, seconds);
+}
+
+// y [rows][columns] = x [rows][depth] times a linear: for tests and measurements of a linear alone.
+TOKENSTREAM_API void ts_linear(const Weight* w, const float* x, std::int32_t rows, float* y, std::int32_t threads) {
+  InputMemory memory(rows, w->depth);
+  const Inputs in = memory.view(w->depth);
+  for (int r = 0; r < rows; ++r) {
+    std::copy_n(x + static_cast<std::ptrdiff_t>(r) * w->depth, w->depth, in.x + static_cast<std::ptrdiff_t>(r) * in.stride);
+    prepare_row(in, r, static_cast<Arithmetic>(w->arithmetic));
+  }
+  Pool pool(threads);
+  pool.run([&](int thread) {
+    Aligned<float> unpacked(static_cast<std::size_t>(kMostColumns) * kPanel * in.stride);
+    multiply_panels(*w, share(w->panels(), thread, threads), in, 0, rows, unpacked.get(),
+                    [&](int row, int count, int panel, int columns, const float* sums) {
+                      for (int r = 0; r < count; ++r)
+                        for (int c = 0; c < columns; ++c)
+                          store(y + static_cast<std::ptrdiff_t>(row + r) * w->columns + (panel + c) * kPanel,
+                                load(sums + (r * columns + c) * kPanel), w->columns - (panel + c) * kPanel);
+                    });
+  });
+}
+
+// cos and sin of position * frequency, both float32 [positions][count]; see rope.h.
+TOKENSTREAM_API void ts_rope_tables(const float* frequencies, std::int32_t count, std::int32_t positions, float* cos,
+                                    float* sin) {
+  for (int p = 0; p < positions; ++p)
+    for (int i = 0; i < count; ++i) {
+      const Angle a = angle(static_cast<float>(p) * frequencies[i]);
+      cos[static_cast<std::size_t>(p) * count + i] = a.cos;
+      sin[static_cast<std::size_t>(p) * count + i] = a.sin;
+    }
+}
