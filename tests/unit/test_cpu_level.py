@@ -128,9 +128,9 @@ def test_a_named_level_replaces_the_caps_of_whoever_started_the_process(monkeypa
         cap_libraries({"TOKENSTREAM_CPU": "x86-64-v3-avxvnni"})
 
 
-def python(code: str, name: str) -> subprocess.CompletedProcess[str]:
+def python(name: str, *code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *code.split(maxsplit=2)],
+        [sys.executable, *code],
         capture_output=True,
         text=True,
         timeout=300,
@@ -142,13 +142,39 @@ def python(code: str, name: str) -> subprocess.CompletedProcess[str]:
 @on_x86
 @pytest.mark.parametrize("first", ["llm_tools", "llm_tools.bench", "llm_tools.beside", "llm_tools.accuracy"])
 def test_the_tools_are_capped_before_they_import_torch(first: str) -> None:
-    told = python(f"-W ignore -cimport {first}, torch; print(torch.backends.cpu.get_cpu_capability())", "generic")
+    told = python("generic", "-c", f"import {first}, torch; print(torch.backends.cpu.get_cpu_capability())")
     assert (told.stdout, told.returncode) == ("DEFAULT\n", 0), told.stderr
 
 
 @pytest.mark.parametrize("tool", ["bench", "beside", "weights"])
 def test_a_tool_tells_a_name_that_is_none_in_the_line_that_its_reader_knows(tool: str) -> None:
-    told = python(f"-m llm_tools.{tool} /nonexistent", "avx2")
+    told = python("avx2", "-m", f"llm_tools.{tool}", "/nonexistent")
     assert told.stdout.startswith('{"error": "TOKENSTREAM_CPU is \'avx2\'; allowed are native, ')
     assert told.stdout.count("\n") == 1
     assert told.returncode == 1
+
+
+# Triton's module, as far as a model that is not loaded needs it.
+ADAPTER = """
+import os, sys, types
+sys.modules["triton_python_backend_utils"] = backend = types.ModuleType("triton_python_backend_utils")
+backend.TritonModelException = type("TritonModelException", (Exception,), {})
+backend.__getattr__ = lambda name: 0
+from model import TritonPythonModel
+try:
+    TritonPythonModel().initialize({"model_config": "no JSON"})
+except backend.TritonModelException as error:
+    print(error)
+except ValueError:
+    print(os.environ.get("ATEN_CPU_CAPABILITY"), "torch" in sys.modules)
+"""
+
+
+@on_x86
+@pytest.mark.parametrize(
+    ("name", "told"), [("generic", "default False\n"), ("avx2", "TOKENSTREAM_CPU is 'avx2'; allowed are native, ")]
+)
+def test_the_model_caps_its_process_before_it_imports_torch(name: str, told: str) -> None:
+    done = python(name, "-c", ADAPTER)
+    assert done.stdout.startswith(told), done.stderr
+    assert done.stdout.count("\n") == 1
