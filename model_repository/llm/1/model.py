@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from llm_kernels.cpu_level import CpuLevelError, cap_libraries
 from preparer import LONG_BYTES, SWITCH_SECONDS, Preparer
 from replies import Replies, Reply, Stream, int32, internal, request_log, string
 from wire import MAX_ID_BYTES, Call, Operation, input_bytes, read_call, read_id
@@ -44,6 +45,10 @@ class TritonPythonModel:
                 f"numpy {np.__version__} crashes this server's Python backend on the first string; "
                 f"install numpy<2 in the Python that tritonserver uses"
             )
+        try:
+            cap_libraries()  # before torch is imported
+        except CpuLevelError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
         sys.setswitchinterval(SWITCH_SECONDS)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is tokenized on the thread that asks
         config = json.loads(args["model_config"])

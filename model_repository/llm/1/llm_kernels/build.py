@@ -12,12 +12,13 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from .shared import locked, new_folder
+from .compiling import NativeUnavailableError as NativeUnavailableError
+from .compiling import is_whole, make_once, run
 
 FOLDER = Path(__file__).parent
 _MAIN = "native_cpu.cpp"
@@ -28,12 +29,6 @@ _INSTRUCTIONS = re.compile(
 )
 _VERSION = re.compile(r'^#define __VERSION__ "(.*)"$', re.MULTILINE)
 _TUNE = re.compile(r"^#define __tune_(\w+)__ ", re.MULTILINE)
-_BUILD_SECONDS = 300
-_DIGEST_BYTES = 16
-
-
-class NativeUnavailableError(RuntimeError):
-    """The kernels cannot be built or run here, or not for this model. The message is one line: why, and the cure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ class Toolchain:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
             raise NativeUnavailableError("torch is not installed here")
-        macros = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+        macros = run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
         return cls(compiler, macros, Path(spec.origin).parent, sources)
 
     def require_bf16(self) -> None:
@@ -98,7 +93,7 @@ class Toolchain:
 
 def is_built(cache: Path, toolchain: Toolchain) -> bool:
     """Whether `cache` has the shared object, whole."""
-    return _is_whole(toolchain.target(cache))
+    return is_whole(toolchain.target(cache))
 
 
 def build(cache: Path, toolchain: Toolchain) -> Path:
@@ -107,63 +102,18 @@ def build(cache: Path, toolchain: Toolchain) -> Path:
     Takes some seconds. Processes that build at once do so one after the other, and the others find the first one's.
     """
     target = toolchain.target(cache)
-    if _is_whole(target):
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target.parent / ".lock"):
-            if not _is_whole(target):
-                _compile(toolchain, target)
-    except OSError as error:
-        raise NativeUnavailableError(f"cannot write to {target.parent}: {error.strerror or error}") from None
+    make_once(target, partial(_compile, toolchain))
     return target
 
 
-def _compile(toolchain: Toolchain, target: Path) -> None:
-    """Compile beside the target, seal and rename, so that nobody ever loads half a file. The caller holds the lock."""
-    for stale in target.parent.glob(".build-*"):  # a killed build left it
-        shutil.rmtree(stale, ignore_errors=True)
-    folder = new_folder(target.parent, ".build-")
-    try:
-        made = folder / target.name
-        libraries = toolchain.torch / "lib"
-        # torch's own OpenMP runtime: a second one in the process would bring its own threads.
-        openmp = [f"-l:{file.name}" for file in sorted(libraries.glob("libgomp*.so*"))[:1]]
-        _run(
-            [
-                *(toolchain.compiler, *_FLAGS, f"-I{toolchain.torch / 'include'}", str(toolchain.sources / _MAIN)),
-                f'-DTOKENSTREAM_ARITHMETIC="{toolchain.arithmetic}"',
-                *(f"-L{libraries}", *openmp, "-lc10", "-ltorch_cpu", "-o", str(made)),
-            ]
-        )
-        content = made.read_bytes()
-        made.write_bytes(content + _digest(content))  # the loader does not mind what follows the last section
-        made.replace(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether a file ends with the digest of what is before: loading a truncated one would kill the process."""
-    try:
-        content = file.read_bytes()
-    except OSError:
-        return False
-    return _digest(content[:-_DIGEST_BYTES]) == content[-_DIGEST_BYTES:]
-
-
-def _run(command: list[str]) -> str:
-    """Return what `command` prints; NativeUnavailableError if it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"the C++ compiler {command[0]} did not run: {error}") from None
-    if done.returncode:
-        lines = done.stderr.splitlines() or ["no message"]
-        reason = next((line for line in lines if "error" in line), lines[0])
-        raise NativeUnavailableError(f"the C++ compiler {command[0]} failed: {reason}")
-    return done.stdout
+def _compile(toolchain: Toolchain, made: Path) -> None:
+    libraries = toolchain.torch / "lib"
+    # torch's own OpenMP runtime: a second one in the process would bring its own threads.
+    openmp = [f"-l:{file.name}" for file in sorted(libraries.glob("libgomp*.so*"))[:1]]
+    run(
+        [
+            *(toolchain.compiler, *_FLAGS, f"-I{toolchain.torch / 'include'}", str(toolchain.sources / _MAIN)),
+            f'-DTOKENSTREAM_ARITHMETIC="{toolchain.arithmetic}"',
+            *(f"-L{libraries}", *openmp, "-lc10", "-ltorch_cpu", "-o", str(made)),
+        ]
+    )

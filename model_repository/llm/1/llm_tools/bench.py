@@ -28,6 +28,7 @@ from llm_engine import loading
 from llm_engine.config import DTYPES, KERNELS, ConfigError, EngineConfig, expand
 from llm_engine.engine import Engine
 from llm_engine.request import Delta, Request, RequestError, SamplingParams
+from llm_kernels.cpu_level import CpuLevelError, cap_libraries
 from llm_kernels.native import PARTS
 
 from . import accuracy, weights
@@ -314,6 +315,7 @@ def main() -> int:
     given = parser.parse_args()
 
     try:
+        cap_libraries()
         config = EngineConfig(
             expand(given.model),
             threads=given.threads,
@@ -329,7 +331,7 @@ def main() -> int:
             report(result=asdict(result))
         for check in accuracy.check(config, folder, report_progress) if given.check else ():
             report(result=asdict(check))
-    except (ConfigError, RequestError, RuntimeError) as error:
+    except (ConfigError, CpuLevelError, RequestError, RuntimeError) as error:
         report(error=(str(error).strip().splitlines() or [type(error).__name__])[0])
         return 1
     return 0

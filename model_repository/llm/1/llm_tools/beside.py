@@ -23,6 +23,7 @@ from uuid import uuid4
 from llm_engine.config import ConfigError, EngineConfig, expand
 from llm_engine.engine import Engine
 from llm_engine.request import Delta, Request, RequestError, SamplingParams
+from llm_kernels.cpu_level import CpuLevelError, cap_libraries
 from preparer import SWITCH_SECONDS, Preparer
 from prompts import PromptEncoder
 
@@ -197,6 +198,7 @@ def main() -> int:
     given = parser.parse_args()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
+        cap_libraries()
         engine = Engine(EngineConfig(expand(given.model), max_sequences=32, prefix_cache=False))
         measurement = Measurement(engine, inline=given.inline)
         try:
@@ -206,7 +208,7 @@ def main() -> int:
         finally:
             measurement.close()
             engine.close()
-    except (ConfigError, RequestError, BenchError) as error:
+    except (ConfigError, CpuLevelError, RequestError, BenchError) as error:
         report(error=str(error))
         return 1
     return 0

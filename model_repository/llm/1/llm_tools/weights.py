@@ -22,6 +22,7 @@ from pathlib import Path
 
 from llm_engine.config import ConfigError, cache_folder, expand
 from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
+from llm_kernels.cpu_level import CpuLevelError, cap_libraries
 from llm_kernels.shared import locked, new_folder, open_to_others
 
 from . import gguf_file, gguf_tokenizer
@@ -247,9 +248,10 @@ def main() -> int:
     spec = parser.parse_args().model
 
     try:
+        cap_libraries()
         path = prepare(expand(spec), progress=report_progress)
         build_kernels(cache_folder(), report_progress)
-    except ConfigError as error:
+    except (ConfigError, CpuLevelError) as error:
         report(error=str(error))
         return 1
     except Exception as error:  # noqa: BLE001 (whoever started this process waits for one line)
