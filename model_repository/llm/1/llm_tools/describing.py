@@ -7,6 +7,7 @@ are there and none is left over. It does not know where such folders are kept.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -46,7 +47,7 @@ def describe(parts: Sequence[Path], out: Path) -> None:
     header = read_header(whole, parts[0])
     gguf_file.check_types(header)
     try:
-        model = _model_of_shapes(header)
+        model = _model_of_shapes(_config(header))
         places = _places(header, model)
     except ConfigError:
         raise
@@ -55,7 +56,9 @@ def describe(parts: Sequence[Path], out: Path) -> None:
             f"model file {header.name} cannot be used ({first_line(error)}); "
             f"serve the safetensors original of this model"
         ) from error
-    _refuse_unproven(header, model, places)
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    placed = {name: shapes[place.stored][:: -1 if place.transposed else 1] for name, place in places.items()}
+    _refuse_unproven(f"model file {header.name}", placed, model)
     gguf_file.refuse_leftovers(header, model)
     whole.unlink()
     model.generation_config.eos_token_id = list(tokenizer.end_ids) or None
@@ -64,6 +67,18 @@ def describe(parts: Sequence[Path], out: Path) -> None:
     model.generation_config.save_pretrained(out)
     tokenizer.save(out)
     (out / TENSORS).write_text(json.dumps({name: asdict(place) for name, place in places.items()}, indent=1) + "\n")
+
+
+def prove_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ConfigError unless a folder's tensors, with these shapes by transformers' names, fit its configuration."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = _model_of_shapes(config)
+    except Exception as error:
+        raise ConfigError(f"model folder {folder} cannot be used: {first_line(error)}; check {CONFIG}") from error
+    _refuse_unproven(f"model folder {folder}", shapes, model)
 
 
 def read_places(folder: Path) -> dict[str, Place]:
@@ -82,15 +97,21 @@ def check_described(folder: Path) -> dict[str, Place]:
     return read_places(folder)
 
 
-def _model_of_shapes(header: GgufHeader) -> Any:
-    """The model that the header describes, without memory for its weights."""
-    import torch
+def _config(header: GgufHeader) -> Any:
+    """The configuration that the header describes."""
     import transformers
 
     source = header.file
     config = transformers.AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
-    config.name_or_path = ""
     gguf_file.complete_config(header, config)
+    return config
+
+
+def _model_of_shapes(config: Any) -> Any:
+    """The model of this configuration without memory for its weights; the tied ones are tied."""
+    import torch
+    import transformers
+
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
 
@@ -120,19 +141,20 @@ def _place(architecture: str, name: str, config: Any) -> Place:
     return Place(name)
 
 
-def _refuse_unproven(header: GgufHeader, model: Any, places: Mapping[str, Place]) -> None:
-    """Raise ConfigError unless every weight of the model is in the file, in its shape."""
-    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+def _refuse_unproven(where: str, shapes: Mapping[str, tuple[int, ...]], model: Any) -> None:
+    """Raise ConfigError unless `shapes` has every weight of the model, in its shape, and nothing else."""
     weights = model.state_dict(keep_vars=True)
-    placed = {id(weights[name]) for name in places}  # tied weights have one object under all their names
-    mismatched = set()
-    for name, place in places.items():
-        shape = shapes[place.stored][::-1] if place.transposed else shapes[place.stored]
-        if shape != tuple(weights[name].shape):
-            mismatched.add((name, shape, tuple(weights[name].shape)))
+    placed = {id(weights[name]) for name in shapes if name in weights}  # tied weights are one object under all names
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     report = {
-        "mismatched_keys": mismatched,
-        "unexpected_keys": set(),
+        "mismatched_keys": {
+            (name, shape, tuple(weights[name].shape))
+            for name, shape in shapes.items()
+            if name in weights and shape != tuple(weights[name].shape)
+        },
+        "unexpected_keys": {
+            name for name in shapes if name not in weights and not any(pattern.search(name) for pattern in ignored)
+        },
         "missing_keys": {name for name, weight in weights.items() if id(weight) not in placed},
     }
-    refuse_unproven(f"model file {header.name}", model, report)
+    refuse_unproven(where, model, report)

@@ -135,9 +135,7 @@ def _check_places(file: Path, header: GgufHeader) -> None:
         end, before = tensor.offset + _size(file, tensor), tensor.name
         names.add(before)
     if (size := file.stat().st_size) < header.data_start + end and names:
-        raise ConfigError(
-            f"model file {file} is truncated: {size} bytes of {header.data_start + end}; fetch it again"
-        )
+        raise ConfigError(f"model file {file} is truncated: {size} bytes of {header.data_start + end}; fetch it again")
 
 
 def _size(file: Path, tensor: GgufTensor) -> int:

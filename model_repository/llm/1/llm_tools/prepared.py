@@ -6,10 +6,11 @@ headers; a warm start imports neither torch nor transformers. `load_reference` i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from llm_engine.config import ConfigError, cache_folder
 from llm_kernels.shared import locked, new_folder, open_to_others
 
 from . import gguf_file, weights
-from .describing import check_described, describe, is_direct
-from .folder import first_line, tensors
+from .describing import check_described, describe, is_direct, prove_folder
+from .folder import CONFIG, first_line, tensors
 from .gguf_header import GgufHeader, read_header
 from .sources import GgufSource, Place, SafetensorsSource, TensorSource
 from .tensors import refuse_unproven
@@ -40,13 +41,14 @@ def prepare_source(spec: str, cache: Path | None = None, progress: Progress = si
     """Return the model that `spec` names: a folder, a `.gguf` file, `package://NAME/FILE` or a Hugging Face id.
 
     A GGUF file is used as it is, or, if it is of an architecture whose tensors are stored otherwise, converted as
-    `weights.prepare` does. Raises ConfigError with the cure.
+    `weights.prepare` does. That tensors fit the configuration is proven for GGUF files and for families whose steps may
+    be native; for others by `load_reference`. Raises ConfigError with the cure.
     """
     cache = cache or cache_folder()
     try:
         path = weights.locate(spec, progress)
         if path.suffix != ".gguf":
-            return Prepared(path, SafetensorsSource(path))
+            return _proven(path, cache, progress)
         progress("reading the weights file", 0, None)
         parts = gguf_file.parts(path)
         headers = [read_header(part) for part in parts]
@@ -92,7 +94,7 @@ def load_reference(prepared: Prepared, dtype: str = "float32", attention: str | 
 
 
 class _Unread:
-    """A tensor that is unpacked when transformers takes it, as it takes those of safetensors, so that few are at once."""
+    """A tensor that is unpacked when transformers takes it, as it takes those of safetensors: few are at once."""
 
     def __init__(self, source: TensorSource, name: str) -> None:
         self._source = source
@@ -104,6 +106,27 @@ class _Unread:
 
         values = self._source.float32(self._name)
         return torch.from_numpy(np.require(values, requirements=["C", "W"]))  # a copy of what is a view of the file
+
+
+def _proven(folder: Path, cache: Path, progress: Progress) -> Prepared:
+    """A folder whose tensors fit its configuration. That is remembered, so that a warm start needs no transformers."""
+    source = SafetensorsSource(folder)
+    if source.is_canonical:
+        shapes = {name: info.shape for name, info in source.tensors().items()}
+        proof = cache / "models" / f"proven-{_digest_of_shapes(folder, shapes)}-v{_DESCRIPTION}"
+        if not proof.exists():
+            progress("checking the model's tensors", 0, None)
+            prove_folder(folder, shapes)
+            with contextlib.suppress(OSError):  # then the next start proves it again
+                proof.parent.mkdir(parents=True, exist_ok=True)
+                proof.touch()
+    return Prepared(folder, source)
+
+
+def _digest_of_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    digest = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=8)
+    digest.update(repr(sorted(shapes.items())).encode())
+    return digest.hexdigest()
 
 
 def _described(parts: Sequence[Path], headers: Sequence[GgufHeader], cache: Path, progress: Progress) -> Prepared:

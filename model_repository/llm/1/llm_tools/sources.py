@@ -123,11 +123,15 @@ class GgufSource:
 
 
 class SafetensorsSource:
-    """The tensors of a folder of safetensors, in the order and shapes of its files."""
+    """The tensors of a folder of safetensors.
+
+    `is_canonical`: the names are those of transformers' model; else those of the files, which transformers may change.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Map the files. ConfigError unless each tensor's bytes are its own and as many as its shape needs."""
         prefix = _PREFIXES.get(str(read_json(folder / CONFIG).get("model_type")), "")
+        self.is_canonical = bool(prefix)
         stored = {name: entry for name, entry in stored_tensors(folder).items() if entry.dtype in KINDS}
         _check_places(stored)
         maps = {file: np.asarray(np.memmap(file, np.uint8, "r")) for file in {entry.file for entry in stored.values()}}
