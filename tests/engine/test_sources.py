@@ -242,7 +242,9 @@ def test_tensors_that_do_not_fit_the_model_are_refused_by_name(tmp_path: Path, c
     assert words in refusal(gguf_files.write(tmp_path / "m.gguf", values))
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tensors.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tensors.json"]
+)
 def test_a_damaged_description_is_made_again(tmp_path: Path, name: str) -> None:
     found = prepare(file := gguf_files.write(tmp_path / "m.gguf"))
     whole = (found.folder / name).read_bytes()

@@ -23,6 +23,7 @@ from .storage import BY_NUMBER
 from .tensors import refuse_unproven
 
 TENSORS = "tensors.json"
+_GENERATION, _TOKENIZER, _TOKENIZER_CONFIG = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
 # Architectures whose tensors need no more than `Place` can say.
 _ARCHITECTURES = {"llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2"}
 _TRANSPOSED = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")  # GPT-2's Conv1D
@@ -66,7 +67,11 @@ def describe(parts: Sequence[Path], out: Path) -> None:
     model.config.save_pretrained(out)
     model.generation_config.save_pretrained(out)
     tokenizer.save(out)
-    (out / TENSORS).write_text(json.dumps({name: asdict(place) for name, place in places.items()}, indent=1) + "\n")
+    said = {
+        "tokenizer_bytes": (out / _TOKENIZER).stat().st_size,
+        "tensors": {name: asdict(place) for name, place in places.items()},
+    }
+    (out / TENSORS).write_text(json.dumps(said, indent=1) + "\n")
 
 
 def prove_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -82,19 +87,16 @@ def prove_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def read_places(folder: Path) -> dict[str, Place]:
-    """What `describe` wrote of tensors. ConfigError if it is not there or damaged."""
-    file = folder / TENSORS
-    try:
-        return {name: Place(**place) for name, place in read_json(file).items()}
-    except TypeError as error:
-        raise ConfigError(f"{file} is damaged ({first_line(error)}); remove {folder}") from None
-
-
-def check_described(folder: Path) -> dict[str, Place]:
     """What `describe` wrote of tensors. ConfigError if any of its files is absent or damaged."""
-    for name in (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in (CONFIG, _GENERATION, _TOKENIZER_CONFIG):
         read_json(folder / name)
-    return read_places(folder)
+    said = read_json(folder / TENSORS)
+    try:
+        if (folder / _TOKENIZER).stat().st_size != said["tokenizer_bytes"]:  # too long to be parsed at every start
+            raise ConfigError(f"{folder / _TOKENIZER} is damaged; remove {folder}")
+        return {name: Place(**place) for name, place in said["tensors"].items()}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{folder / TENSORS} is damaged ({first_line(error)}); remove {folder}") from None
 
 
 def _config(header: GgufHeader) -> Any:

@@ -21,6 +21,7 @@ from .storage import BY_NUMBER
 T = TypeVar("T", str, int, float, bool)
 
 MAGIC = b"GGUF"
+_LENGTH = struct.Struct("<Q")
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_ALIGNMENT = 1 << 20
@@ -206,10 +207,22 @@ class _Reader:
             return self._take(_FORMATS[kind])[0]
         element, count = self._take("IQ")
         if element == _STRING:
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         if element == _ARRAY:
             return [self._value(_ARRAY) for _ in range(count)]
         return list(self._take(f"{count}{_FORMATS[element]}"))
+
+    def _strings(self, count: int) -> list[str]:
+        """Vocabularies have half a million strings and more, so this loop calls nothing that it need not."""
+        content, at, found = self._content, self._at, []
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(content, at)
+            start, at = at + 8, at + 8 + length
+            found.append(content[start:at].decode())
+        if at > len(content):
+            raise ValueError("it ends within a name")
+        self._at = at
+        return found
 
     def _string(self) -> str:
         (length,) = self._take("Q")

@@ -19,7 +19,7 @@ from llm_engine.config import ConfigError, cache_folder
 from llm_kernels.shared import locked, new_folder, open_to_others
 
 from . import gguf_file, weights
-from .describing import check_described, describe, is_direct, prove_folder
+from .describing import describe, is_direct, prove_folder, read_places
 from .folder import CONFIG, first_line, tensors
 from .gguf_header import GgufHeader, read_header
 from .sources import GgufSource, Place, SafetensorsSource, TensorSource
@@ -160,14 +160,14 @@ def _make(target: Path, parts: Sequence[Path], headers: Sequence[GgufHeader]) ->
             work.rename(target)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        return check_described(target)
+        return read_places(target)
 
 
 def _recall(folder: Path, headers: Sequence[GgufHeader]) -> dict[str, Place] | None:
     """The places in an earlier description; None if it is absent or damaged."""
     try:
-        places = check_described(folder)
-    except ConfigError:
+        places = read_places(folder)
+    except (ConfigError, OSError):
         return None
     stored = {tensor.name for header in headers for tensor in header.tensors}
     return places if stored.issuperset(place.stored for place in places.values()) else None
