@@ -15,6 +15,7 @@ import numpy as np
 
 from engine import tiny_models
 
+Value = np.ndarray[Any, Any] | tuple[np.ndarray[Any, Any], gguf.GGMLQuantizationType]
 HEADS, KV_HEADS = 4, 2
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -48,7 +49,7 @@ def tensors() -> dict[str, np.ndarray[Any, Any]]:
 
 def write(
     file: Path,
-    values: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    values: Mapping[str, Value] | None = None,
     *,
     kind: str = "llama",
     per_part: int = 0,
@@ -57,6 +58,8 @@ def write(
     **metadata: Any,
 ) -> Path:
     """Write `values`, by default the tiny llama, to `file`; with `per_part` tensors in each of several files.
+
+    A value is an array, or the bytes of rows of blocks and their type.
 
     `metadata`: further keys of the architecture, two underscores for each point. `keys` come last, under their whole
     names, in place of what stands there; None leaves a key out, a value of gguf.GGUFValue has its type.
@@ -77,8 +80,9 @@ def write(
         writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
     _add_tokenizer(writer)
     _put(writer, keys or {})
-    for name, array in (tensors() if values is None else values).items():
-        writer.add_tensor(name, array)
+    for name, value in (tensors() if values is None else values).items():
+        array, blocks = value if isinstance(value, tuple) else (value, None)
+        writer.add_tensor(name, array, raw_dtype=blocks)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -35,10 +35,16 @@ _QUANTIZED_BY = {  # files beside config.json that say how weights were packed
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor as a safetensors header tells it. `dtype` is the format's own name, `F32` say."""
+    """One tensor as a safetensors header tells it. `dtype` is the format's own name, `F32` say.
+
+    Its bytes are those of `file` from `begin` to before `end`, counted from the start of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
 
 
 def check_folder(folder: Path) -> Path:
@@ -148,7 +154,7 @@ def _header(file: Path) -> dict[str, Stored]:
         try:
             header = {name: entry for name, entry in json.loads(f.read(length)).items() if name != "__metadata__"}
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            found = {name: Stored(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()}
+            found = {name: _stored(entry, file, 8 + length) for name, entry in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError, IndexError):
             raise ConfigError(f"weights file {file} has a damaged header; fetch it again") from None
     if size < 8 + length + end:
@@ -156,6 +162,14 @@ def _header(file: Path) -> dict[str, Stored]:
     if size > 8 + length + end:
         raise ConfigError(f"weights file {file} has {size - 8 - length - end} bytes behind its tensors; fetch it again")
     return found
+
+
+def _stored(entry: Mapping[str, Any], file: Path, data_start: int) -> Stored:
+    """What a header says of one tensor. ValueError if it cannot be."""
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end - begin)):
+        raise ValueError("a shape or a place that is no count")
+    return Stored(str(entry["dtype"]), shape, file, data_start + begin, data_start + end)
 
 
 def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:

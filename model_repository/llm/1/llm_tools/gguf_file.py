@@ -10,9 +10,10 @@ import math
 import re
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from llm_engine.config import ConfigError
 
@@ -83,7 +84,45 @@ def copy(headers: list[GgufHeader], target: Path) -> None:
 
     ConfigError if they are not the parts of one file.
     """
+    with target.open("wb") as out:
+        _write_header(headers, out)
+        for header in headers:
+            out.write(bytes(-out.tell() % header.alignment))
+            with header.file.open("rb") as part:
+                part.seek(header.data_start)
+                shutil.copyfileobj(part, out, 1 << 24)
+
+
+def outline(headers: list[GgufHeader], target: Path) -> None:
+    """Write what `copy` would, with no values but the rope's factors: the rest is a hole that takes no space.
+
+    ConfigError if the headers are not those of the parts of one file.
+    """
+    with target.open("wb") as out:
+        _write_header(headers, out)
+        start = _padded(out.tell(), headers[0].alignment)
+        for header in headers:
+            for offset, factors in rope_factors(header).items():
+                out.seek(start + offset)
+                out.write(struct.pack(f"<{len(factors)}f", *factors))
+            start += _padded(header.file.stat().st_size - header.data_start, header.alignment)
+        out.truncate(start)
+
+
+def rope_factors(header: GgufHeader) -> dict[int, list[float]]:
+    """The rope's factors that this part holds in float32, by their offset, in bytes from the start of the data."""
+    return {
+        tensor.offset: header.floats(tensor)
+        for tensor in header.tensors
+        if tensor.name == _ROPE_FACTORS and tensor.kind == _FLOAT32
+    }
+
+
+def check_parts(headers: list[GgufHeader]) -> None:
+    """Raise ConfigError unless these are the headers of all parts of one file, in order."""
     first = headers[0]
+    if len(headers) == 1:
+        refuse_part(first)
     for no, header in enumerate(headers if len(headers) > 1 else ()):
         said = (header.metadata.get("split.no"), header.metadata.get("split.count"))
         if said != (no, len(headers)) or header.alignment != first.alignment:
@@ -94,24 +133,28 @@ def copy(headers: list[GgufHeader], target: Path) -> None:
     count = sum(len(header.tensors) for header in headers)
     if (promised := first.metadata.get("split.tensors.count", count)) != count:
         raise ConfigError(f"the parts of {first.name} hold {count} tensors of {promised}; fetch them again")
+    names = Counter(tensor.name for header in headers for tensor in header.tensors)
+    if doubled := [name for name, times in names.items() if times > 1]:
+        raise ConfigError(f"the parts of {first.name} hold tensor {doubled[0]!r} twice; fetch them again")
+
+
+def _write_header(headers: list[GgufHeader], out: BinaryIO) -> None:
+    """Write the header of the file that these parts make up."""
+    check_parts(headers)
+    first = headers[0]
+    count = sum(len(header.tensors) for header in headers)
     numbers = _numbers_of_lists(first)
     dropped = {"general.name", *numbers}
     entries = [entry for key, entry in first.entries if not key.startswith("split.") and key not in dropped]
     entries += [_entry(key, number) for key, number in numbers.items()]
-    with target.open("wb") as out:
-        out.write(MAGIC + struct.pack("<IQQ", first.version, count, len(entries)) + b"".join(entries))
-        base = 0
-        for header in headers:
-            for tensor in header.tensors:
-                name, shape = tensor.name.encode(), tensor.shape[::-1]
-                out.write(struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-                out.write(struct.pack("<IQ", tensor.kind, base + tensor.offset))
-            base += _padded(header.file.stat().st_size - header.data_start, first.alignment)
-        for header in headers:
-            out.write(bytes(-out.tell() % first.alignment))
-            with header.file.open("rb") as part:
-                part.seek(header.data_start)
-                shutil.copyfileobj(part, out, 1 << 24)
+    out.write(MAGIC + struct.pack("<IQQ", first.version, count, len(entries)) + b"".join(entries))
+    base = 0
+    for header in headers:
+        for tensor in header.tensors:
+            name, shape = tensor.name.encode(), tensor.shape[::-1]
+            out.write(struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
+            out.write(struct.pack("<IQ", tensor.kind, base + tensor.offset))
+        base += _padded(header.file.stat().st_size - header.data_start, first.alignment)
 
 
 def _numbers_of_lists(header: GgufHeader) -> dict[str, int]:

@@ -16,9 +16,12 @@ from typing import Any, TypeVar
 
 from llm_engine.config import ConfigError
 
+from .storage import BY_NUMBER
+
 T = TypeVar("T", str, int, float, bool)
 
 MAGIC = b"GGUF"
+_LENGTH = struct.Struct("<Q")
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_ALIGNMENT = 1 << 20
@@ -116,19 +119,47 @@ def read_header(file: Path, name: Path | None = None) -> GgufHeader:
         raise ConfigError(
             f"model file {file} is truncated, damaged or no GGUF file ({error}); fetch it again"
         ) from None
-    end = max((header.data_start + t.offset + _size(file, t) for t in header.tensors), default=0)
-    if (size := file.stat().st_size) < end:
-        raise ConfigError(f"model file {file} is truncated: {size} bytes of {end}; fetch it again")
+    _check_places(file, header)
     return header
 
 
+def _check_places(file: Path, header: GgufHeader) -> None:
+    """Raise ConfigError unless every tensor has a name of its own, and bytes of its own within the file."""
+    end, before, names = 0, "", set[str]()
+    for tensor in sorted(header.tensors, key=lambda tensor: tensor.offset):
+        if tensor.name in names:
+            raise ConfigError(f"model file {file} holds tensor {tensor.name!r} twice; fetch it again")
+        if tensor.offset < end:
+            raise ConfigError(
+                f"model file {file} is damaged: tensors {before!r} and {tensor.name!r} overlap; fetch it again"
+            )
+        end, before = tensor.offset + _size(file, tensor), tensor.name
+        names.add(before)
+    if (size := file.stat().st_size) < header.data_start + end and names:
+        raise ConfigError(f"model file {file} is truncated: {size} bytes of {header.data_start + end}; fetch it again")
+
+
 def _size(file: Path, tensor: GgufTensor) -> int:
+    """Bytes of a tensor, each row of which begins a block."""
+    values, size = _block(file, tensor)
+    if (depth := tensor.shape[-1] if tensor.shape else 1) % values:
+        raise ConfigError(
+            f"model file {file} holds {tensor.name!r} in rows of {depth} values, which blocks of {values} cannot hold; "
+            f"fetch it again"
+        )
+    return tensor.values // values * size
+
+
+def _block(file: Path, tensor: GgufTensor) -> tuple[int, int]:
+    """How many values a block of the tensor's type holds, in how many bytes."""
+    if kind := BY_NUMBER.get(tensor.kind):
+        return kind.values, kind.size
     from gguf import GGML_QUANT_SIZES
 
-    if tensor.kind not in set(GGML_QUANT_SIZES):
+    found = next((sizes for kind, sizes in GGML_QUANT_SIZES.items() if kind == tensor.kind), None)
+    if found is None:
         raise ConfigError(f"model file {file} holds {tensor.name!r} in an unknown type ({tensor.kind}); choose another")
-    block, size = next(sizes for kind, sizes in GGML_QUANT_SIZES.items() if kind == tensor.kind)
-    return int(tensor.values // block * size)
+    return int(found[0]), int(found[1])
 
 
 class _Reader:
@@ -176,10 +207,22 @@ class _Reader:
             return self._take(_FORMATS[kind])[0]
         element, count = self._take("IQ")
         if element == _STRING:
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         if element == _ARRAY:
             return [self._value(_ARRAY) for _ in range(count)]
         return list(self._take(f"{count}{_FORMATS[element]}"))
+
+    def _strings(self, count: int) -> list[str]:
+        """Vocabularies have half a million strings and more, so this loop calls nothing that it need not."""
+        content, at, found = self._content, self._at, []
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(content, at)
+            start, at = at + 8, at + 8 + length
+            found.append(content[start:at].decode())
+        if at > len(content):
+            raise ValueError("it ends within a name")
+        self._at = at
+        return found
 
     def _string(self) -> str:
         (length,) = self._take("Q")

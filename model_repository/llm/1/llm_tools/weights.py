@@ -56,11 +56,17 @@ def prepare(spec: str, cache: Path | None = None, progress: Progress = silent) -
 
 
 def _prepared(spec: str, cache: Path, progress: Progress) -> Path:
+    path = locate(spec, progress)
+    return _converted(path, cache, progress) if path.suffix == ".gguf" else path
+
+
+def locate(spec: str, progress: Progress) -> Path:
+    """Return the `.gguf` file or the checked folder of safetensors that `spec` names; fetch it from Hugging Face."""
     path = _package_file(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"model file {path} does not exist; check the parameter 'model'")
-        return _converted(path, cache, progress)
+        return path
     if path.is_dir():
         return check_folder(path)
     if spec.startswith((_PACKAGE, "/", ".", "~")) or spec.count("/") > 1:
