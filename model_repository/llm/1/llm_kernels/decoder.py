@@ -8,14 +8,14 @@ requests. The structures are those of `cpu/decoder.h`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .packed import Arithmetic, Format, PackedWeight, Rows, WeightStruct, aligned, own_format, packed_bytes
+from .packed import Arithmetic, Format, PackedWeight, Rows, WeightStruct, aligned
 
 PARTS = ("linears", "attention", "norms and rope", "head")
 MAX_HEAD_DIM = 512  # as kMaxDim in attention.h
@@ -34,10 +34,15 @@ class Tensors(Protocol):
     """A checkpoint's tensors by their Hugging Face names."""
 
     def rows(self, name: str) -> Rows:
-        """A weight [columns, depth], in the checkpoint's own form."""
+        """A weight [columns, depth], in the checkpoint's own form; see Rows."""
 
     def vector(self, name: str) -> NDArray[np.float32] | None:
         """A vector or table in float32; None if the checkpoint has none of this name."""
+
+
+def padded(dim: int) -> int:
+    """Numbers of a head's values in the KV cache."""
+    return -(-dim // LANES) * LANES
 
 
 class _Norm(ctypes.Structure):
@@ -110,7 +115,7 @@ class Family:
     """One model's shape in the kernels' terms.
 
     ropes: for each table its inverse frequencies, float32 [rotary / 2]. norm_offset: what a norm's weight lacks (1 for
-    Gemma). transposed: the checkpoint holds linears as [depth, columns].
+    Gemma). transposed: transformers holds its layers' linears as [depth, columns].
     """
 
     layers: tuple[LayerNames, ...]
@@ -135,8 +140,8 @@ class Family:
     transposed: bool = False
 
 
-Choice = Callable[[int], tuple[Format, Arithmetic]]
-"""From a kind of rows to the format that its weights are packed in, and the arithmetic that multiplies them."""
+Choice = Callable[[Rows], tuple[Format, Arithmetic]]
+"""From rows to the format that they are packed in, and the arithmetic that multiplies them."""
 
 
 class Decoder:
@@ -175,7 +180,7 @@ class Decoder:
         self._packed: dict[str, PackedWeight] = {}
         tables = {name: self._rope(frequencies, positions) for name, frequencies in family.ropes.items()}
         kv_type = np.dtype(np.uint16 if bfloat16_kv else np.float32)
-        width = -(-family.dim // LANES) * LANES
+        width = padded(family.dim)
         blocks = -(-slots // block_size)
         self.kv_bytes = 0
         layers = (_Layer * len(family.layers))()
@@ -185,7 +190,6 @@ class Decoder:
             layer.key, layer.value = (self._pointer(aligned(size * kv_type.itemsize)) for size in sizes)
             self.kv_bytes += sum(sizes) * kv_type.itemsize
         self._layers = layers
-        self._head_rows_most = 0
         embedding = self._weight(family.embedding)
         rotary = 2 * max((len(f) for f in family.ropes.values()), default=0)
         self._model = _Model(
@@ -234,6 +238,11 @@ class Decoder:
             _void(self.seconds.ctypes.data),
         )  # fmt: skip
 
+    def unpacked(self, name: str) -> NDArray[np.float32] | None:
+        """The values that steps compute with, [columns, depth], of a weight that is packed whole; None if it is not."""
+        found = self._packed.get(name)
+        return None if found is None else found.columns(self._library, 0, found.struct.columns)
+
     def _fill(self, layer: _Layer, names: LayerNames, tables: Mapping[str, tuple[int, int]]) -> None:
         for name in ("input_norm", "q_norm", "k_norm", "after_attention", "post_norm", "after_mlp"):
             setattr(layer, name, self._norm(getattr(names, name)))
@@ -278,11 +287,9 @@ class Decoder:
         key = name if part is None else f"{name}[{part.start}]"
         if key not in self._packed:
             rows = self._tensors.rows(name + ".weight")
-            if self.family.transposed and name not in (self.family.embedding, self.family.head):
-                rows = _transposed(rows)
             if part is not None:
-                rows = Rows(rows.kind, rows.depth, rows.data[part])
-            weight_format, arithmetic = self._choice(rows.kind)
+                rows = replace(rows, data=rows.data[part])
+            weight_format, arithmetic = self._choice(rows)
             try:
                 weight = PackedWeight.pack(self._library, rows, arithmetic, weight_format)
             except ValueError as error:
@@ -311,6 +318,3 @@ class Decoder:
         return int(array.ctypes.data)
 
 
-def _transposed(rows: Rows) -> Rows:
-    values = rows.data.view({0: np.float32, 30: np.uint16}[rows.kind])
-    return Rows.of(np.ascontiguousarray(values.T))

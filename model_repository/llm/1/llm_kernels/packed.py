@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 _ALIGNMENT = 2 << 20  # of a huge page
 _F32, _BF16 = 0, 30
+KINDS = frozenset([_F32, 1, 2, 3, 6, 7, 8, 12, 13, 14, _BF16])
+"""What the kernels read, by GGUF's numbers: F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16."""
 
 
 class Format(enum.IntEnum):
@@ -58,17 +60,21 @@ class WeightStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a checkpoint's weight: uint8 [columns, bytes of a row], of a kind by GGUF's number; `depth` values each."""
+    """Rows of a checkpoint's weight: uint8 [columns, bytes of a row], of a kind by GGUF's number; `depth` values each.
+
+    `unpacked`: the checkpoint has them in blocks that the kernels do not read, and these are their values.
+    """
 
     kind: int
     depth: int
     data: NDArray[np.uint8]
+    unpacked: bool = False
 
     @classmethod
-    def of(cls, values: NDArray[Any]) -> Rows:
+    def of(cls, values: NDArray[Any], *, unpacked: bool = False) -> Rows:
         """Of float32 [columns, depth], or of uint16 that are the bits of bfloat16."""
         kind = {np.dtype(np.float32): _F32, np.dtype(np.uint16): _BF16}[values.dtype]
-        return cls(kind, values.shape[1], np.ascontiguousarray(values).view(np.uint8))
+        return cls(kind, values.shape[1], np.ascontiguousarray(values).view(np.uint8), unpacked)
 
 
 @dataclass(slots=True)

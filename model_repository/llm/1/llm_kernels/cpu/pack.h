@@ -51,7 +51,7 @@ inline std::array<int, 2> six_bits(const std::uint8_t* s, int i) {
   return {(s[i + 4] & 15) | (s[i - 4] >> 6) << 4, s[i + 4] >> 4 | (s[i] >> 6) << 4};
 }
 
-// Whether a block of this kind has quants that a format takes as they are.
+// The format that takes a kind's rows as they are, or with the least loss.
 inline Format own_format(Kind kind) {
   switch (kind) {
     case kQ4_0:
@@ -65,10 +65,10 @@ inline Format own_format(Kind kind) {
     case kQ8_0:
     case kQ6_K:
       return kInt8;
-    case kF32:
-      return kFloat32;
-    default:
+    case kBF16:
       return kBFloat16;
+    default:
+      return kFloat32;
   }
 }
 
