@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 KERNELS = ("auto", "native", "torch")
+WEIGHT_FORMATS = ("auto", "float32", "bfloat16", "int8", "int4")
+ARITHMETICS = ("auto", "fma32", "q8dot", "dpbf16")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
@@ -48,6 +50,8 @@ class EngineConfig:
 
     `model` is a folder, a `.gguf` file, `package://NAME/FILE` or a Hugging Face id. `device` is "cpu" or "cuda".
     `kernels`: "native" are this project's C++ ones, "torch" PyTorch's; "auto" takes the native ones where they run.
+    `weight_format` and `arithmetic` say how whole native steps hold weights and add products: "auto" takes what the
+    checkpoint holds, and the fastest of this CPU; a `dtype` other than "auto" is taken for the format.
     `threads` are this engine's; 0 takes the cores that the process may use, divided by `cpu_share`, the number of
     engines on them.
     `max_context` and `kv_tokens` are in tokens; `max_step_tokens` bounds the tokens computed in one step.
@@ -56,6 +60,8 @@ class EngineConfig:
 
     model: str
     dtype: str = "auto"
+    weight_format: str = "auto"
+    arithmetic: str = "auto"
     kernels: str = "auto"
     device: str = "cpu"
     threads: int = 0
@@ -74,10 +80,9 @@ class EngineConfig:
         """Refuse values out of range: ConfigError naming the setting, the bound and the value."""
         if not self.model:
             raise ConfigError("model must name a folder, a .gguf file, package://NAME/FILE or a Hugging Face id")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.kernels not in KERNELS:
-            raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        for name, allowed in _ALLOWED.items():
+            if (chosen := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {chosen!r}")
         for name, low in _LOWEST.items():
             if not low <= (value := getattr(self, name)) < math.inf:
                 raise ConfigError(f"{name} must be at least {low} and finite, got {value}")
@@ -88,6 +93,7 @@ class EngineConfig:
             )
 
 
+_ALLOWED = {"dtype": DTYPES, "weight_format": WEIGHT_FORMATS, "arithmetic": ARITHMETICS, "kernels": KERNELS}
 _LOWEST = {
     "threads": 0,
     "cpu_share": 1,

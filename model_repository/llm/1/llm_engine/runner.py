@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_kernels import native
-
-from . import sampling
 from .batch import Batch, BatchBuilder
 from .loading import LoadedModel, probe_exactness
 from .request import Request, SamplingParams, TokenLogprob
@@ -66,8 +63,7 @@ class Runner:
         seats = loaded.config.max_sequences
         self._last_token = torch.zeros(seats, dtype=torch.int64, device=loaded.device)
         self._builder = BatchBuilder(loaded.config.block_size, loaded.scratch_slot, self._last_token)
-        row_max = sampling.row_max if loaded.llama is None else native.row_max
-        self._sampler = Sampler(seats, loaded.vocab_size, loaded.device, row_max)
+        self._sampler = Sampler(seats, loaded.vocab_size, loaded.device)
 
     def admit(self, request: Request) -> None:
         """Write the state of the seat that `request` has just been given."""

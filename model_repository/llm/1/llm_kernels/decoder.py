@@ -8,7 +8,7 @@ requests. The structures are those of `cpu/decoder.h`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,11 @@ from .packed import Arithmetic, Format, PackedWeight, Rows, WeightStruct, aligne
 PARTS = ("linears", "attention", "norms and rope", "head")
 MAX_HEAD_DIM = 512  # as kMaxDim in attention.h
 LANES = 16
+
+_EXACT = {  # of GGUF's kinds of rows, with the format that holds their values: BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
+    (30, Format.BFLOAT16),
+    *((2, Format.INT4), (3, Format.INT4), (6, Format.INT5), (7, Format.INT5), (8, Format.INT8)),
+}
 
 _void = ctypes.c_void_p
 _int = ctypes.c_int32
@@ -170,14 +175,19 @@ class Decoder:
         if block_size % LANES:
             raise UnsupportedError(f"they take a block_size that is a multiple of {LANES}, not {block_size}")
         self._library = library
+        self._workspace = _void(None)
         self._keep: list[Any] = []  # whatever the structures point to
         self._tensors = tensors
         self._choice = choice
         self.family = family
-        self.weight_bytes = 0
+        self.slots = slots
+        self.weight_bytes = 0  # of all weights
+        self.linear_bytes = 0  # and numbers: of those that every step multiplies, the head's included
+        self.linear_parameters = 0
         self.formats: set[tuple[Format, Arithmetic]] = set()
         self.seconds = np.zeros(len(PARTS))
         self._packed: dict[str, PackedWeight] = {}
+        self._rounded: set[str] = set()
         tables = {name: self._rope(frequencies, positions) for name, frequencies in family.ropes.items()}
         kv_type = np.dtype(np.uint16 if bfloat16_kv else np.float32)
         width = padded(family.dim)
@@ -208,7 +218,13 @@ class Decoder:
             self._library.ts_close(workspace)
 
     def __del__(self) -> None:
+        """End the threads with whoever held them."""
         self.close()
+
+    @property
+    def embedded(self) -> int:
+        """Token ids that have an embedding."""
+        return int(self._model.embedding.columns)
 
     def forward(
         self,
@@ -223,8 +239,8 @@ class Decoder:
     ) -> None:
         """Compute one step: write the KV of every row, and logits [head rows, vocabulary].
 
-        token_ids, positions, slots: [rows]. query_start: [sequences + 1], first rows. context: [sequences], tokens after
-        this step. block_table: [sequences, blocks]. All contiguous; every index must be in range.
+        token_ids, positions, slots: [rows]. query_start: [sequences + 1], first rows. context: [sequences], tokens
+        after this step. block_table: [sequences, blocks]. All contiguous; every index must be in range.
         """
         if not len(token_ids):
             return
@@ -238,10 +254,17 @@ class Decoder:
             _void(self.seconds.ctypes.data),
         )  # fmt: skip
 
-    def unpacked(self, name: str) -> NDArray[np.float32] | None:
-        """The values that steps compute with, [columns, depth], of a weight that is packed whole; None if it is not."""
-        found = self._packed.get(name)
-        return None if found is None else found.columns(self._library, 0, found.struct.columns)
+    def rounded(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Names of the weights that packing has rounded, and the values that steps compute with [columns, depth].
+
+        Those of one tensor that is packed in two parts come as one.
+        """
+        parts: dict[str, list[PackedWeight]] = {}
+        for key, weight in self._packed.items():
+            parts.setdefault(key.partition("[")[0], []).append(weight)
+        for name, weights in parts.items():
+            if name in self._rounded:
+                yield name, np.concatenate([w.columns(self._library, 0, w.struct.columns) for w in weights])
 
     def _fill(self, layer: _Layer, names: LayerNames, tables: Mapping[str, tuple[int, int]]) -> None:
         for name in ("input_norm", "q_norm", "k_norm", "after_attention", "post_norm", "after_mlp"):
@@ -250,9 +273,7 @@ class Decoder:
         layer.o = self._linear((names.o,))
         if names.gate_up:
             half = self._tensors.rows(names.gate_up + ".weight").data.shape[0] // 2
-            layer.gate, layer.up = (
-                self._linear((names.gate_up,), slice(first, first + half)) for first in (0, half)
-            )
+            layer.gate, layer.up = (self._linear((names.gate_up,), slice(first, first + half)) for first in (0, half))
         else:
             if names.gate:
                 layer.gate = self._linear((names.gate,))
@@ -274,7 +295,10 @@ class Decoder:
     def _linear(self, names: Sequence[str], part: slice | None = None) -> _Linear:
         linear = _Linear(parts=len(names))
         for i, name in enumerate(names):
-            linear.part[i] = self._weight(name, part).struct
+            weight = self._weight(name, part)
+            linear.part[i] = weight.struct
+            self.linear_bytes += weight.memory.nbytes
+            self.linear_parameters += weight.struct.columns * weight.struct.depth
         biases = [self._tensors.vector(name + ".bias") for name in names]
         if any(bias is not None for bias in biases):
             columns = [linear.part[i].columns for i in range(len(names))]
@@ -295,6 +319,8 @@ class Decoder:
             except ValueError as error:
                 raise type(error)(f"{name}.weight: {error}") from None
             self._packed[key] = weight
+            if weight_format is not Format.FLOAT32 and (rows.kind, weight_format) not in _EXACT:
+                self._rounded.add(name)
             self._keep.append(weight)
             self.weight_bytes += weight.memory.nbytes
             self.formats.add((weight_format, arithmetic))
@@ -316,5 +342,3 @@ class Decoder:
     def _pointer(self, array: NDArray[Any]) -> int:
         self._keep.append(array)
         return int(array.ctypes.data)
-
-

@@ -90,13 +90,10 @@ class PackedWeight:
         return Format(self.struct.format)
 
     @classmethod
-    def pack(
-        cls, library: Any, rows: Rows, arithmetic: Arithmetic, weight_format: Format, memory: NDArray[np.uint8] | None = None
-    ) -> PackedWeight:
-        """Pack rows into `memory`, zero and large enough, or new memory. Raises PackError for what is not finite."""
+    def pack(cls, library: Any, rows: Rows, arithmetic: Arithmetic, weight_format: Format) -> PackedWeight:
+        """Pack rows. Raises PackError for what is not finite."""
         struct = WeightStruct(None, weight_format, arithmetic, rows.data.shape[0], rows.depth)
-        size = packed_bytes(library, struct)
-        memory = aligned(size) if memory is None else memory[:size]
+        memory = aligned(packed_bytes(library, struct))
         struct.data = memory.ctypes.data
         data = rows.data if rows.data.flags.c_contiguous else np.ascontiguousarray(rows.data)
         sound = library.ts_pack(
@@ -118,11 +115,6 @@ def packed_bytes(library: Any, struct: WeightStruct) -> int:
     """Bytes that the panels of a weight take."""
     library.ts_weight_bytes.restype = ctypes.c_size_t
     return int(library.ts_weight_bytes(ctypes.byref(struct)))
-
-
-def own_format(library: Any, kind: int) -> Format:
-    """The format that takes rows of a kind as they are, or with the least loss."""
-    return Format(library.ts_own_format(kind))
 
 
 def aligned(size: int) -> NDArray[np.uint8]:

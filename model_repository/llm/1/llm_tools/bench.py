@@ -25,17 +25,18 @@ from uuid import uuid4
 import torch
 
 from llm_engine import loading
-from llm_engine.config import DTYPES, KERNELS, ConfigError, EngineConfig, expand
+from llm_engine.config import ARITHMETICS, DTYPES, KERNELS, WEIGHT_FORMATS, ConfigError, EngineConfig, expand
 from llm_engine.engine import Engine
 from llm_engine.request import Delta, Request, RequestError, SamplingParams
 from llm_kernels.cpu_level import CpuLevelError, cap_libraries
-from llm_kernels.native import PARTS
+from llm_kernels.decoder import PARTS
 
-from . import accuracy, weights
+from . import accuracy
 from .accuracy import TEXT
 from .gaps import GAP, WAIT_SECONDS, BenchError, Gap, longest_gap, prompt_of
 from .json_lines import report, report_progress
 from .limits import Limits, Work, cpu_name, measure_limits
+from .prepared import prepare_source
 from .weights import Progress
 
 DECODE_ROWS = (1, 4, 16, 32)
@@ -177,8 +178,8 @@ class _Reader:
         self._at, self._model, self._parts = now, model, parts
 
     def _part_seconds(self) -> list[float]:
-        llama = self._runner.loaded.llama
-        return [] if llama is None else llama.seconds.tolist()
+        steps = self._runner.loaded.steps
+        return [] if steps is None else steps.decoder.seconds.tolist()
 
 
 def run(engine: Engine, case: Case, ids: Sequence[int], effort: Effort) -> list[Sample]:
@@ -309,6 +310,8 @@ def main() -> int:
     parser.add_argument("model", help="folder, .gguf file, package://NAME/FILE or Hugging Face id")
     parser.add_argument("--threads", type=int, default=0, help="0: the machine's cores")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--weight-format", choices=WEIGHT_FORMATS, default="auto")
+    parser.add_argument("--arithmetic", choices=ARITHMETICS, default="auto")
     parser.add_argument("--kernels", choices=KERNELS, default="auto")
     parser.add_argument("--check", action="store_true", help="also compare logits with float32")
     parser.add_argument("--quick", action="store_true", help="a few steps of each instead of many")
@@ -320,13 +323,15 @@ def main() -> int:
             expand(given.model),
             threads=given.threads,
             dtype=given.dtype,
+            weight_format=given.weight_format,
+            arithmetic=given.arithmetic,
             kernels=given.kernels,
             max_sequences=DECODE_ROWS[-1],
             kv_tokens=2 * DECODE_ROWS[-1] * DECODE_CONTEXT,
             prefix_cache=False,
             max_request_seconds=WAIT_SECONDS,
         )
-        folder = weights.prepare(config.model, progress=report_progress)
+        folder = prepare_source(config.model, progress=report_progress).folder
         for result in bench(config, QUICK if given.quick else Effort(), report_progress):
             report(result=asdict(result))
         for check in accuracy.check(config, folder, report_progress) if given.check else ():

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from llm_engine.loading import LoadedModel
+from llm_engine.loading.steps import NativeSteps
 
 READ_BYTES = 256 << 20
 MATRIX_ROWS, MATRIX_SIZE = 512, 2048
@@ -56,6 +57,8 @@ class Work:
         model: Any = loaded.model
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
+        if loaded.steps is not None:
+            return _work_of_steps(loaded.steps, head.numel())
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         share = config.num_experts_per_tok / experts if experts else 1.0
@@ -92,6 +95,18 @@ class Work:
             reach = max(contexts) if layer.window is None else layer.window + new - 1
             total += layer.kv_bytes * sum(min(end, reach) for end in contexts)
         return total
+
+
+def _work_of_steps(steps: NativeSteps, head: int) -> Work:
+    family, decoder = steps.decoder.family, steps.decoder
+    width = family.heads * family.dim
+    per_token = decoder.kv_bytes // decoder.slots // len(family.layers)
+    return Work(
+        linear_parameters=decoder.linear_parameters - head,
+        head_parameters=head,
+        weight_bytes=decoder.linear_bytes,
+        attention=tuple(AttentionWork(width, per_token, layer.window or None) for layer in family.layers),
+    )
 
 
 def _attention_work(module: Any, heads: int) -> AttentionWork:

@@ -39,6 +39,10 @@ class TensorInfo:
 class TensorSource(Protocol):
     """The tensors of one model by transformers' names."""
 
+    @property
+    def files(self) -> Sequence[Path]:
+        """What holds every byte of them."""
+
     def tensors(self) -> Mapping[str, TensorInfo]:
         """All tensors of numbers; those of a tied weight's other names are absent, if the files lack them."""
 
@@ -69,6 +73,7 @@ class GgufSource:
     def __init__(self, headers: Sequence[GgufHeader], places: Mapping[str, Place]) -> None:
         """Map the files. `places` holds the model's tensors by name; every one is in the files."""
         self._where = f"model file {headers[0].name}"
+        self.files: Sequence[Path] = [header.file for header in headers]
         self._places = places
         maps = {header.file: np.asarray(np.memmap(header.file, np.uint8, "r")) for header in headers}
         found = {tensor.name: (header, tensor) for header in headers for tensor in header.tensors}
@@ -132,6 +137,7 @@ class SafetensorsSource:
         """Map the files. ConfigError unless each tensor's bytes are its own and as many as its shape needs."""
         prefix = _PREFIXES.get(str(read_json(folder / CONFIG).get("model_type")), "")
         self.is_canonical = bool(prefix)
+        self.files: Sequence[Path] = sorted({entry.file for entry in stored_tensors(folder).values()})
         stored = {name: entry for name, entry in stored_tensors(folder).items() if entry.dtype in KINDS}
         _check_places(stored)
         maps = {file: np.asarray(np.memmap(file, np.uint8, "r")) for file in {entry.file for entry in stored.values()}}

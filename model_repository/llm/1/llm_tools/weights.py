@@ -22,11 +22,13 @@ from pathlib import Path
 
 from llm_engine.config import ConfigError, cache_folder, expand
 from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
-from llm_kernels.cpu_level import CpuLevelError, cap_libraries
+from llm_kernels.cpu_level import CpuLevelError, cap_libraries, choose_level
+from llm_kernels.families import MODEL_TYPES
+from llm_kernels.objects import Objects
 from llm_kernels.shared import locked, new_folder, open_to_others
 
 from . import gguf_file, gguf_tokenizer
-from .folder import check_folder, first_line, read_json
+from .folder import CONFIG, check_folder, first_line, read_json
 from .gguf_header import GgufHeader, read_header
 from .gguf_tokenizer import GgufTokenizer
 from .json_lines import report, report_progress
@@ -238,9 +240,15 @@ def _no_space(folder: Path, file: Path, needed: int) -> ConfigError:
     )
 
 
-def build_kernels(cache: Path, progress: Progress) -> None:
+def build_kernels(cache: Path, model_type: str, progress: Progress) -> None:
     """Compile the CPU kernels if `cache` lacks them. Where that fails, the server says why, and does without them."""
-    with contextlib.suppress(NativeUnavailableError):
+    with contextlib.suppress(NativeUnavailableError, CpuLevelError):
+        if model_type in MODEL_TYPES:
+            objects, level = Objects(cache), choose_level()
+            if not objects.is_ready(level):
+                progress("building the CPU kernels", 0, None)
+                objects.build(level)
+            return
         toolchain = Toolchain.found()
         if not is_built(cache, toolchain):
             progress("building the CPU kernels", 0, None)
@@ -253,10 +261,12 @@ def main() -> int:
     parser.add_argument("model", help="folder, .gguf file, package://NAME/FILE or Hugging Face id")
     spec = parser.parse_args().model
 
+    from .prepared import prepare_source  # which converts by this module
+
     try:
         cap_libraries()
-        path = prepare(expand(spec), progress=report_progress)
-        build_kernels(cache_folder(), report_progress)
+        path = prepare_source(expand(spec), progress=report_progress).folder
+        build_kernels(cache_folder(), str(read_json(path / CONFIG).get("model_type")), report_progress)
     except (ConfigError, CpuLevelError) as error:
         report(error=str(error))
         return 1

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from llm_kernels import native
-from llm_kernels.build import NativeUnavailableError
-from llm_kernels.native import NativeLlama
+from llm_kernels.compiling import NativeUnavailableError
+from llm_kernels.decoder import UnsupportedError
+from llm_kernels.families import family_of
+from llm_kernels.packed import PackError
+from llm_tools.sources import TensorSource
 
 from .. import attention
 from ..attention import KVCache
@@ -21,19 +24,27 @@ from .generation import defaults, eos_token_ids
 from .identity import digest_of_model, name_arithmetic
 from .loaded import LoadedModel
 from .machine import MIB, Memory
-from .resources import Demand, Resources, resolve_sizes, resolve_threads, scratch_bytes
+from .resources import Demand, Resources, resolve_dtype, resolve_sizes, resolve_threads, scratch_bytes
 from .shape import Heads, discover_attention, refuse_short, refuse_unsafe
+from .steps import NativeSteps, Plan, put_unpacked
 
 _FORM = "as transformers holds them"
-_PACKED_FORM = "packed for the native kernels, transformers' copy dropped"
 log = logging.getLogger(__name__)
 
 
-def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str, memory: Memory | None = None) -> LoadedModel:
+def attach(
+    model: Any,
+    tokenizer: Any,
+    config: EngineConfig,
+    digest: str,
+    memory: Memory | None = None,
+    source: TensorSource | None = None,
+) -> LoadedModel:
     """Give a transformers model its KV cache and kernels, and prove it. ConfigError if it is unsafe.
 
-    `config` must name a dtype. `digest` is that of the weights. `memory`: what was left before they were read; unset,
-    they are in memory by themselves. A model that the kernels compute in whole steps loses its weights to their form.
+    `digest` is that of the weights. `memory`: what was left before they were read; unset, they are in memory by
+    themselves. A model that the kernels compute in whole steps takes its weights from `source`, if there is one, and
+    loses its own.
     """
     attention.register()
     text_config = model.config.get_text_config()
@@ -46,22 +57,30 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str, memory
     model.set_attn_implementation(attention.NAME)
     device = next(model.parameters()).device
     config, threads_from = resolve_threads(config, device)
-    dtype = getattr(torch, config.dtype)
     shapes = discover_attention(model, device)
     if len(shapes) != text_config.num_hidden_layers:
         raise ConfigError(
             f"model type {text_config.model_type!r} has {text_config.num_hidden_layers} layers, {len(shapes)} of them "
             f"with attention; layers with another kind of state cannot be batched here"
         )
-    reference = golden.reference(model, shapes.values(), tokenizer.all_special_ids)  # before weights are packed
-    per_token = sum(heads.values for heads in shapes.values()) * dtype.itemsize
+    config, plan = _choose_kernels(model, config, device, shapes, source)
+    dtype = getattr(torch, config.dtype)
+    per_token = plan.kv_bytes if plan else sum(heads.values for heads in shapes.values()) * dtype.itemsize
+    if plan is None:
+        model.to(dtype)
     demand = _demand(model, config, device, memory, per_token)
     config, kv_cache_from = resolve_sizes(config, text_config, demand, device)
-    config, llama = _choose_kernels(model, config, device, shapes.values())
-    slots = config.kv_tokens
-    for module, h in shapes.items():
-        cast(Any, module).kv_cache = KVCache.empty(slots, h.kv_heads, h.key_dim, dtype, device, h.value_dim)
+    steps = None if plan is None else _pack(plan, config, model)
+    reference = golden.reference(model, shapes.values(), tokenizer.all_special_ids)
     embedded, drawn = (e.weight.shape[0] for e in (model.get_input_embeddings(), model.get_output_embeddings()))
+    weights = _held(model) if steps is None else steps.decoder.weight_bytes
+    if steps is None:
+        for module, h in shapes.items():
+            cast(Any, module).kv_cache = KVCache.empty(
+                config.kv_tokens, h.kv_heads, h.key_dim, dtype, device, h.value_dim
+            )
+    else:
+        model.to("meta")
     loaded = LoadedModel(
         config=config,
         model=model,
@@ -71,23 +90,33 @@ def attach(model: Any, tokenizer: Any, config: EngineConfig, digest: str, memory
         embedding_size=embedded,
         eos_token_ids=eos_token_ids(model, tokenizer),
         defaults=defaults(model.generation_config),
-        caches=tuple(cast(Any, module).kv_cache for module in shapes),
+        caches=() if steps else tuple(cast(Any, module).kv_cache for module in shapes),
         exact="sampled",
         digest=digest,
-        llama=llama,
-        arithmetic=name_arithmetic(config, device, whole_steps=llama is not None),
+        steps=steps,
+        arithmetic=name_arithmetic(config, device, steps),
         resources=Resources(
             threads_from=threads_from,
-            kv_cache_mib=round(slots * per_token / MIB, 1),
+            kv_cache_mib=round(config.kv_tokens * per_token / MIB, 1),
             kv_cache_from=kv_cache_from,
-            weights_mib=round(_held(model, llama) / MIB, 1),
-            weights_form=_FORM if llama is None else _PACKED_FORM,
+            weights_mib=round(weights / MIB, 1),
+            weights_form=_FORM if steps is None else f"packed as {steps.weight_format} for the native kernels",
         ),
     )
     off = golden.check(loaded, reference)
     log.info("golden check: logits off by %.2g of their spread", off)
     _log(loaded)
     return replace(loaded, digest=digest_of_model(digest, loaded))
+
+
+def _pack(plan: Plan, config: EngineConfig, model: Any) -> NativeSteps:
+    """Pack the weights; where that rounds them, the model gets what they became, so that both are the same model."""
+    try:
+        steps = plan.steps(config)
+    except PackError as error:
+        raise ConfigError(f"weight {error}; fetch the model again, or choose another weight_format") from None
+    put_unpacked(model, steps)
+    return steps
 
 
 def _demand(model: Any, config: EngineConfig, device: torch.device, memory: Memory | None, per_token: int) -> Demand:
@@ -98,17 +127,12 @@ def _demand(model: Any, config: EngineConfig, device: torch.device, memory: Memo
         found = machine.memory()
         memory = replace(found, left=found.left + weights)
     head = model.get_output_embeddings().weight
-    tied = sum(p is head for _, p in model.named_parameters(remove_duplicate=False)) > 1
-    if tied and config.dtype == "bfloat16" and config.kernels != "torch":
-        weights += head.nbytes  # the packed head is no longer the embedding
     return Demand.on_cpu(memory, per_token, weights, scratch_bytes(config, head))
 
 
-def _held(model: Any, llama: NativeLlama | None = None) -> int:
-    """Bytes of weights in memory, in both forms."""
-    own = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.is_meta}
-    packed = {t.data_ptr(): t.nbytes for t in llama.weights} if llama else {}
-    return sum((own | packed).values())
+def _held(model: Any) -> int:
+    """Bytes of weights in memory."""
+    return sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
 
 
 def _log(loaded: LoadedModel) -> None:
@@ -119,26 +143,30 @@ def _log(loaded: LoadedModel) -> None:
 
 
 def _choose_kernels(
-    model: Any, config: EngineConfig, device: torch.device, shapes: Collection[Heads]
-) -> tuple[EngineConfig, NativeLlama | None]:
-    """Settle `config.kernels`; with the native ones, also the whole model in native form if it has the shape."""
+    model: Any, config: EngineConfig, device: torch.device, shapes: Mapping[Any, Heads], source: TensorSource | None
+) -> tuple[EngineConfig, Plan | None]:
+    """Settle `kernels` and `dtype`; with the native kernels also a plan for whole steps, if they know the model."""
     if device.type != "cpu" or config.kernels == "torch":
-        return replace(config, kernels="torch"), None
+        return resolve_dtype(replace(config, kernels="torch"), device), None
     try:
-        for heads in shapes:
+        family = family_of(model.config.get_text_config(), [heads.window for heads in shapes.values()])
+        plan = Plan.of(config, family, model, source)
+        log.info("native kernels for whole steps, instructions of %s", plan.level)
+        return replace(config, kernels="native", dtype="bfloat16" if plan.bfloat16_kv else "float32"), plan
+    except (UnsupportedError, NativeUnavailableError) as error:
+        reason = error
+        log.info("transformers' layers: %s", error)
+    asked = {"weight_format": config.weight_format, "arithmetic": config.arithmetic}
+    if told := [f"{name} is {value!r}" for name, value in asked.items() if value != "auto"]:
+        raise ConfigError(f"{told[0]}, which whole native steps alone honour, but {reason}")
+    config = resolve_dtype(config, device)
+    try:
+        for heads in shapes.values():
             native.refuse_heads(heads.key_dim, heads.value_dim)
         native.load(cache_folder(), config.dtype)
     except NativeUnavailableError as error:
         if config.kernels == "native":
             raise ConfigError(f"kernels is 'native', but {error}") from None
-        times = "one and a half times" if config.dtype == "float32" else "two to five times"
-        log.warning("native kernels are off: %s. PyTorch's take their place; a step takes %s as long", error, times)
+        log.warning("native kernels are off: %s. PyTorch's take their place, and steps take longer", error)
         return replace(config, kernels="torch"), None
-    config = replace(config, kernels="native")
-    try:
-        llama = NativeLlama.from_model(model, config.max_context)
-    except NativeUnavailableError as error:
-        log.info("native attention in transformers' layers: %s", error)
-        return config, None
-    log.info("native kernels for whole steps")
-    return config, llama
+    return replace(config, kernels="native"), None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llm_tools import weights
+from llm_kernels.families import MODEL_TYPES
 from llm_tools.folder import CONFIG, first_line, read_json, tensors
+from llm_tools.prepared import load_reference, prepare_source
+from llm_tools.sources import GgufSource
 from llm_tools.tensors import refuse_unproven
 
 from .. import attention
@@ -18,8 +21,9 @@ from ..config import ConfigError, EngineConfig, cache_folder
 from . import machine
 from .attaching import attach
 from .generation import check_generation, forget_unstated
-from .identity import digest_of_weights, weights_bytes
+from .identity import digest_of_weights
 from .loaded import LoadedModel
+from .machine import Memory
 from .resources import refuse_too_large, resolve_dtype
 from .shape import refuse_unsafe
 from .tokenizer import load_tokenizer
@@ -30,20 +34,35 @@ def load(config: EngineConfig) -> LoadedModel:
     device = torch.device(config.device)
     with _one_line(f"model {config.model!r}"):
         attention.register()
-        config = resolve_dtype(config, device)
-        folder = weights.prepare(config.model)
+        prepared = prepare_source(config.model)
+    folder, source = prepared.folder, prepared.source
     with _one_line(f"model folder {folder}"):
         check_generation(folder)
-        dtype = getattr(torch, config.dtype)
         memory = machine.memory()
+        numbers = sum(math.prod(info.shape) for info in source.tensors().values())
+        is_candidate = _may_be_native(config, device, read_json(folder / CONFIG))
+        dtype = _reference_dtype(numbers, memory) if is_candidate else resolve_dtype(config, device).dtype
         if device.type == "cpu":
-            refuse_too_large(weights_bytes(folder, dtype.itemsize), memory)
-        digest = digest_of_weights(folder, cache_folder())
-        model = load_model(folder, dtype)
+            refuse_too_large(numbers * getattr(torch, dtype).itemsize, memory)
+        digest = digest_of_weights(folder, cache_folder(), source.files)
+        if isinstance(source, GgufSource):
+            model = load_reference(prepared, dtype, attention.NAME)
+        else:
+            model = load_model(folder, getattr(torch, dtype))
         tokenizer = load_tokenizer(folder, model.get_output_embeddings().weight.shape[0])
         forget_unstated(model, folder)
         model = model.eval().requires_grad_(requires_grad=False).to(device)
-        return attach(model, tokenizer, config, digest, memory)
+        return attach(model, tokenizer, config, digest, memory, source)
+
+
+def _may_be_native(config: EngineConfig, device: torch.device, described: Mapping[str, Any]) -> bool:
+    """Whether the kernels may compute whole steps: transformers' weights are then a reference, and are dropped."""
+    return device.type == "cpu" and config.kernels != "torch" and described.get("model_type") in MODEL_TYPES
+
+
+def _reference_dtype(numbers: int, memory: Memory) -> str:
+    """float32 where that leaves room for the packed weights and the rest."""
+    return "float32" if 2 * 4 * numbers < memory.left else "bfloat16"
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> Any:

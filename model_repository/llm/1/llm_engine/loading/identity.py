@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +22,13 @@ from uuid import uuid4
 import torch
 
 from llm_kernels import native
+from llm_tools.gguf_header import read_header
+from llm_tools.storage import BY_NUMBER
 
 from ..config import ConfigError, EngineConfig
 from . import machine
 from .loaded import LoadedModel
+from .steps import NativeSteps
 
 _VERSION = 1  # raised when what is hashed, or how, changes
 _TORCH_ATTENTION = 1  # raised when attention.py gives other bits
@@ -80,21 +83,13 @@ def read_entries(file: BinaryIO) -> list[Entry]:
     ]
 
 
-def weights_bytes(folder: Path, itemsize: int) -> int:
-    """Bytes of a folder's weights when each number takes `itemsize`; from the files' headers."""
-    total = 0
-    for path in weights_files(folder):
-        with _readable(path), path.open("rb") as file:
-            total += sum(entry.elements for entry in read_entries(file)) * itemsize
-    return total
-
-
-def digest_of_weights(folder: Path, cache: Path) -> str:
+def digest_of_weights(folder: Path, cache: Path, files: Sequence[Path] = ()) -> str:
     """A digest of the name, dtype, shape and bytes of every tensor; hexadecimal. ConfigError if a file is unreadable.
 
-    About a second per gigabyte and core the first time. `cache` need be neither readable nor writable.
+    Of `files`, safetensors or GGUF, or else of those in the folder. About a second per gigabyte and core the first
+    time. `cache` need be neither readable nor writable.
     """
-    tensors = [pair for file in weights_files(folder) for pair in _digests(file, cache / "digests").items()]
+    tensors = [pair for file in files or weights_files(folder) for pair in _digests(file, cache / "digests").items()]
     return digest_of(sorted(tensors))
 
 
@@ -124,11 +119,11 @@ def digest_of_model(weights: str, loaded: LoadedModel) -> str:
     )
 
 
-def name_arithmetic(config: EngineConfig, device: torch.device, *, whole_steps: bool) -> str:
+def name_arithmetic(config: EngineConfig, device: torch.device, steps: NativeSteps | None = None) -> str:
     """Name everything that decides which bits come out of the same numbers, so that equal names mean equal bits.
 
-    `whole_steps`: native kernels compute all but the sampling. Their results depend on no number of threads; those of
-    torch's linears may.
+    `steps`: native kernels compute all but the sampling. Their results depend on no number of threads; those of torch's
+    linears may.
     """
     import transformers
 
@@ -138,9 +133,9 @@ def name_arithmetic(config: EngineConfig, device: torch.device, *, whole_steps: 
         chip = f"{torch.cuda.get_device_name(device)} {capability}, CUDA {torch.version.cuda}"
         return f"{_layers(transformers.__version__)}, attention {_TORCH_ATTENTION}, {sampling}, on {chip}"
     processor = f"on {machine.vendor()} {torch.backends.cpu.get_cpu_capability()}"
+    if steps is not None:
+        return f"{steps.name()}, torch {torch.__version__}, {sampling}, {processor}"
     kernels = f"native {native.arithmetic()}" if config.kernels == "native" else f"attention {_TORCH_ATTENTION}"
-    if whole_steps:
-        return f"steps {kernels}, torch {torch.__version__}, {sampling}, {processor}"
     instructions = digest_of({k: v for k, v in torch.cpu.get_capabilities().items() if isinstance(v, bool)})[:8]
     layers = f"{_layers(transformers.__version__)} of {config.threads} threads"
     return f"{layers}, {kernels}, {sampling}, {processor} {instructions}"
@@ -162,7 +157,7 @@ def _telling(config: Any) -> Any:
 def _digests(path: Path, cache: Path) -> dict[str, str]:
     """The digest of each tensor of a file, by name."""
     with _readable(path), path.open("rb") as file:
-        entries = read_entries(file)
+        entries = _gguf_entries(path) if path.suffix == ".gguf" else read_entries(file)
         before = os.fstat(file.fileno())
         identity = (before.st_dev, before.st_ino, before.st_size, before.st_mtime_ns, before.st_ctime_ns)
         kept = cache / f"{digest_of({'file': identity, 'version': _VERSION})}.json"
@@ -177,6 +172,16 @@ def _digests(path: Path, cache: Path) -> dict[str, str]:
     if begun - max(before.st_mtime_ns, before.st_ctime_ns) > _SETTLED_NS:
         _remember(kept, found)
     return found
+
+
+def _gguf_entries(path: Path) -> list[Entry]:
+    header = read_header(path)
+    entries = []
+    for tensor in header.tensors:
+        begin, kind = header.data_start + tensor.offset, BY_NUMBER[tensor.kind]
+        size = tensor.values // kind.values * kind.size
+        entries.append(Entry(tensor.name, kind.name, tensor.shape, begin, begin + size))
+    return entries
 
 
 def _digest(descriptor: int, entry: Entry) -> str:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from llm_kernels import native, tiles
-from llm_kernels.native import NativeLlama
 
 from ..attention import KVCache, Layout
 from ..batch import Batch
 from ..config import EngineConfig
 from ..request import SamplingParams
 from .resources import Resources
+from .steps import NativeSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class LoadedModel:
 
     `config` has no unset value left. Token ids below `vocab_size` can be drawn and embedded; a prompt may hold those
     below `embedding_size`, which is no smaller. `exact` is "bitwise" or "sampled". `digest` names all that answers
-    depend on, and `arithmetic` the part of it that computes; see identity. `llama`, if set, computes whole steps in
-    place of `model`, whose linears then have shapes alone, no weights.
+    depend on, and `arithmetic` the part of it that computes; see identity. `steps`, if set, computes whole steps in
+    place of `model`, whose parameters then have shapes alone, no weights, and keeps the KV instead of `caches`.
     """
 
     config: EngineConfig
@@ -39,19 +39,19 @@ class LoadedModel:
     caches: tuple[KVCache, ...]
     exact: str
     digest: str
-    llama: NativeLlama | None = None
+    steps: NativeSteps | None = None
     arithmetic: str = ""
     resources: Resources = field(default_factory=Resources)
 
     def forward(self, batch: Batch, head_rows: Tensor) -> Tensor:
         """Logits [head rows, vocabulary] of `batch`; the KV of its rows is written. head_rows: int64 [heads]."""
+        if self.steps is not None:
+            return self.steps.forward(batch, head_rows)[:, : self.vocab_size]
         block_size = self.config.block_size
         if self.config.kernels == "torch":
             layout: Layout = tiles.tile_layout(batch, block_size, self.caches[0].zero_slot)
         else:
             layout = native.PagedLayout.of(batch, block_size, self.config.threads)
-            if self.llama is not None:
-                return self.llama.forward(batch, head_rows, layout, self.caches)[:, : self.vocab_size]
         out = self.model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
@@ -64,7 +64,7 @@ class LoadedModel:
     @property
     def scratch_slot(self) -> int | None:
         """Where a row that keeps a single row company writes its KV; None where single rows need no company."""
-        return self.caches[0].scratch_slot if self.llama is None else None
+        return self.caches[0].scratch_slot if self.steps is None else None
 
     def info(self) -> dict[str, Any]:
         """What a client may want to know before it sends anything, ready for JSON."""
@@ -74,6 +74,7 @@ class LoadedModel:
             **asdict(self.config),
             "exact": self.exact,
             "digest": self.digest,
+            "weight_format": self.config.dtype if self.steps is None else self.steps.weight_format,
             "arithmetic": self.arithmetic,
             **asdict(self.resources),
             "vocab_size": self.vocab_size,

@@ -16,9 +16,6 @@ TOKENSTREAM_API std::int32_t ts_has_dpbf16() {
 #endif
 }
 
-// The format that takes a kind's blocks as they are.
-TOKENSTREAM_API std::int32_t ts_own_format(std::int32_t kind) { return own_format(static_cast<Kind>(kind)); }
-
 TOKENSTREAM_API std::size_t ts_weight_bytes(const Weight* w) { return w->bytes(); }
 
 // Write rows [first, first + count) into the panels of a weight whose memory `data` is zero. 0: some value is not finite.

@@ -1,0 +1,222 @@
+"""Whole native steps for the engine: the format and arithmetic of each weight, and batches as the kernels read them.
+
+It does not know files: weights come from a source, or from a model in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llm_kernels.decoder import Decoder, Family, UnsupportedError, padded
+from llm_kernels.objects import load_object, source_digest
+from llm_kernels.packed import KINDS, Arithmetic, Format, Rows
+from llm_tools.sources import TensorSource
+
+from ..batch import Batch
+from ..config import ConfigError, EngineConfig, cache_folder
+
+FORMATS = {"float32": Format.FLOAT32, "bfloat16": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT4}
+ARITHMETICS = {"fma32": Arithmetic.FMA32, "q8dot": Arithmetic.Q8DOT, "dpbf16": Arithmetic.DPBF16}
+
+
+class _SourceTensors:
+    """A source's tensors as a Decoder asks for them."""
+
+    def __init__(self, source: TensorSource, family: Family) -> None:
+        self._source = source
+        self._names = frozenset(source.tensors())
+        self._is_linear_transposed = family.transposed
+        self._tables = {f"{name}.weight" for name in (family.embedding, family.head)}
+
+    def rows(self, name: str) -> Rows:
+        raw = self._source.rows(name)
+        if self._is_linear_transposed and not raw.transposed and name not in self._tables:
+            return Rows.of(np.ascontiguousarray(self._source.float32(name).T))
+        if raw.kind.number in KINDS:
+            return Rows(raw.kind.number, raw.depth, raw.data)
+        return Rows.of(self._source.float32(name), unpacked=raw.kind.values > 1)
+
+    def vector(self, name: str) -> NDArray[np.float32] | None:
+        return self._source.float32(name) if name in self._names else None
+
+
+class _ModelTensors:
+    """The tensors of a transformers model in memory."""
+
+    def __init__(self, model: Any, family: Family) -> None:
+        self._tensors: dict[str, Tensor] = model.state_dict()
+        self._is_linear_transposed = family.transposed
+        self._tables = {f"{name}.weight" for name in (family.embedding, family.head)}
+
+    def rows(self, name: str) -> Rows:
+        tensor = self._tensors[name].detach()
+        if self._is_linear_transposed and name not in self._tables:
+            tensor = tensor.T.contiguous()
+        if tensor.dtype is torch.bfloat16:
+            return Rows.of(tensor.view(torch.uint16).numpy())
+        return Rows.of(tensor.float().numpy())
+
+    def vector(self, name: str) -> NDArray[np.float32] | None:
+        found = self._tensors.get(name)
+        return None if found is None else found.detach().float().numpy()
+
+
+def make_choice(config: EngineConfig, *, has_dpbf16: bool) -> Callable[[Rows], tuple[Format, Arithmetic]]:
+    """What `weight_format`, `arithmetic` and `dtype` make of each weight's rows. ConfigError for what cannot be."""
+    asked = config.weight_format if config.weight_format != "auto" else config.dtype
+    arithmetic = ARITHMETICS.get(config.arithmetic)
+    if arithmetic is Arithmetic.DPBF16 and not has_dpbf16:
+        raise ConfigError("arithmetic dpbf16 needs a CPU with avx512_bf16, which this one lacks; choose auto or fma32")
+
+    def choose(rows: Rows) -> tuple[Format, Arithmetic]:
+        weight_format = FORMATS.get(asked, _own_format(rows))
+        packed = weight_format >= Format.INT8
+        if arithmetic is Arithmetic.Q8DOT and not packed:
+            if config.weight_format != "auto":
+                raise ConfigError(
+                    f"arithmetic q8dot needs weight_format int8 or int4, got {asked}; choose one, or fma32"
+                )
+            weight_format, packed = Format.INT8, True
+        if arithmetic is Arithmetic.DPBF16 and weight_format is not Format.BFLOAT16:
+            if config.weight_format != "auto":
+                raise ConfigError(f"arithmetic dpbf16 needs weight_format bfloat16, got {asked}; choose it, or fma32")
+            weight_format, packed = Format.BFLOAT16, False
+        if arithmetic is not None:
+            return weight_format, arithmetic
+        if packed:
+            return weight_format, Arithmetic.Q8DOT
+        fast = weight_format is Format.BFLOAT16 and has_dpbf16
+        return weight_format, Arithmetic.DPBF16 if fast else Arithmetic.FMA32
+
+    return choose
+
+
+_BY_KIND = {
+    **dict.fromkeys((2, 3, 12), Format.INT4),
+    **dict.fromkeys((6, 7, 13), Format.INT5),
+    **dict.fromkeys((8, 14), Format.INT8),
+    30: Format.BFLOAT16,
+}
+
+
+def _own_format(rows: Rows) -> Format:
+    """The format that takes rows as they are, or with the least loss."""
+    return Format.INT8 if rows.unpacked else _BY_KIND.get(rows.kind, Format.FLOAT32)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model that the kernels can compute whole, before it is packed."""
+
+    library: Any
+    level: str
+    family: Family
+    tensors: _SourceTensors | _ModelTensors
+    choice: Callable[[Rows], tuple[Format, Arithmetic]]
+    bfloat16_kv: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig, family: Family, model: Any, source: TensorSource | None) -> Plan:
+        """Plan for a family. Raises UnsupportedError, NativeUnavailableError and ConfigError."""
+        if config.dtype == "float16":
+            raise UnsupportedError("whole native steps do not compute in float16")
+        library, level = load_object(cache_folder(), os.environ)
+        tensors = _ModelTensors(model, family) if source is None else _SourceTensors(source, family)
+        choice = make_choice(config, has_dpbf16=bool(library.ts_has_dpbf16()))
+        first = tensors.rows(f"{family.layers[0].o}.weight")
+        return cls(library, level.name, family, tensors, choice, choice(first)[0] is not Format.FLOAT32)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values of one token."""
+        family = self.family
+        item = 2 if self.bfloat16_kv else 4
+        return len(family.layers) * family.kv_heads * (family.dim + padded(family.dim)) * item
+
+    def steps(self, config: EngineConfig) -> NativeSteps:
+        """Pack the weights and allocate the KV cache of a configuration whose sizes are settled."""
+        decoder = Decoder(
+            self.library,
+            self.family,
+            self.tensors,
+            self.choice,
+            slots=config.kv_tokens,
+            block_size=config.block_size,
+            positions=config.max_context,
+            threads=config.threads,
+            bfloat16_kv=self.bfloat16_kv,
+        )
+        return NativeSteps(decoder, config, "bfloat16" if self.bfloat16_kv else "float32")
+
+
+class NativeSteps:
+    """A model in the kernels' form. `kv_dtype` names how keys and values are kept."""
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, kv_dtype: str) -> None:
+        self.decoder = decoder
+        self.kv_dtype = kv_dtype
+        self._block_size = config.block_size
+        self._blocks = config.kv_tokens // config.block_size
+        self._positions = config.max_context
+
+    @property
+    def weight_format(self) -> str:
+        """The formats of the weights, the layers' first."""
+        return "+".join(sorted({f.name.lower() for f, _ in self.decoder.formats}))
+
+    @property
+    def arithmetic(self) -> str:
+        """The arithmetics that are used."""
+        return "+".join(sorted({a.name.lower() for _, a in self.decoder.formats}))
+
+    def name(self) -> str:
+        """Name what decides the bits of logits. That of dpbf16 is the processor's own way to add."""
+        return f"{self.arithmetic} {source_digest()[:12]}, weights {self.weight_format}, KV {self.kv_dtype}"
+
+    def forward(self, batch: Batch, head_rows: Tensor) -> Tensor:
+        """Logits float32 [head rows, vocabulary], after writing all KV. RuntimeError: an index is out of range."""
+        spans = batch.spans
+        width = max(len(span.blocks) for span in spans)
+        table = np.zeros((len(spans), width), np.int32)
+        for row, span in zip(table, spans, strict=True):
+            row[: len(span.blocks)] = span.blocks
+        start = np.array([*(span.first for span in spans), spans[-1].first + spans[-1].count], np.int32)
+        context = np.array([span.end for span in spans], np.int32)
+        tokens, positions, slots = (t.numpy() for t in (batch.token_ids, batch.positions, batch.slot_mapping))
+        heads = head_rows.numpy()
+        rows = len(tokens)
+        _check("token_ids", tokens, self.decoder.embedded)
+        _check("positions", positions, self._positions)
+        _check("slot_mapping", slots, self._blocks * self._block_size)
+        _check("block_table", table, self._blocks)
+        _check("head_rows", heads, rows)
+        for span in spans:
+            if span.end > len(span.blocks) * self._block_size or span.count < 1:
+                raise RuntimeError(f"block_table is too short for a context of {span.end}")
+        if start[-1] != rows:
+            raise RuntimeError(f"the spans hold {start[-1]} rows, the batch {rows}")
+        logits = torch.empty(len(heads), self.decoder.family.vocabulary)
+        self.decoder.forward(tokens, positions, slots, start, context, table, heads, logits.numpy())
+        return logits
+
+
+def _check(name: str, values: NDArray[Any], end: int) -> None:
+    if values.size and not 0 <= int(values.min()) <= int(values.max()) < end:
+        raise RuntimeError(f"{name} must be from 0 to {end - 1}, got {int(values.min())} to {int(values.max())}")
+
+
+def put_unpacked(model: Any, steps: NativeSteps) -> None:
+    """Give a transformers model the values that packed weights stand for, so that both compute the same model."""
+    for name, values in steps.decoder.rounded():
+        weight = model.get_submodule(name).weight
+        turned = values.T if tuple(weight.shape) != values.shape else values
+        with torch.no_grad():
+            weight.copy_(torch.from_numpy(np.ascontiguousarray(turned)))
