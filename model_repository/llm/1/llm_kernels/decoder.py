@@ -45,6 +45,14 @@ class Tensors(Protocol):
         """A vector or table in float32; None if the checkpoint has none of this name."""
 
 
+def refuse_sizes(family: Family, block_size: int) -> None:
+    """Raise UnsupportedError for sizes that the kernels do not take."""
+    if family.dim > MAX_HEAD_DIM:
+        raise UnsupportedError(f"the native kernels take heads of at most {MAX_HEAD_DIM}, not {family.dim}")
+    if block_size % LANES:
+        raise UnsupportedError(f"the native kernels take a block_size that {LANES} divides, not {block_size}")
+
+
 def padded(dim: int) -> int:
     """Numbers of a head's values in the KV cache."""
     return -(-dim // LANES) * LANES
@@ -170,12 +178,9 @@ class Decoder:
         threads: int,
         bfloat16_kv: bool,
     ) -> None:
-        if family.dim > MAX_HEAD_DIM:
-            raise UnsupportedError(f"they take heads of at most {MAX_HEAD_DIM}, not {family.dim}")
-        if block_size % LANES:
-            raise UnsupportedError(f"they take a block_size that is a multiple of {LANES}, not {block_size}")
-        self._library = library
         self._workspace = _void(None)
+        refuse_sizes(family, block_size)
+        self._library = library
         self._keep: list[Any] = []  # whatever the structures point to
         self._tensors = tensors
         self._choice = choice

@@ -33,7 +33,8 @@ def family_of(config: Any, windows: Sequence[int | None]) -> Family:
         raise UnsupportedError(f"model type {kind!r} has no native kernels; it runs through transformers")
     family = _gpt2(config) if kind == "gpt2" else _rotary_family(config, windows)
     if family.heads % family.kv_heads:
-        raise UnsupportedError(f"they take heads ({family.heads}) that are a multiple of kv heads ({family.kv_heads})")
+        what = f"heads ({family.heads}) that are a multiple of kv heads ({family.kv_heads})"
+        raise UnsupportedError(f"the native kernels take {what}")
     return family
 
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llm_kernels.decoder import Decoder, Family, UnsupportedError, padded
+from llm_kernels.decoder import Decoder, Family, UnsupportedError, padded, refuse_sizes
 from llm_kernels.objects import load_object, source_digest
 from llm_kernels.packed import KINDS, Arithmetic, Format, Rows
 from llm_tools.sources import TensorSource
@@ -128,6 +128,7 @@ class Plan:
         """Plan for a family. Raises UnsupportedError, NativeUnavailableError and ConfigError."""
         if config.dtype == "float16":
             raise UnsupportedError("whole native steps do not compute in float16")
+        refuse_sizes(family, config.block_size)
         library, level = load_object(cache_folder(), os.environ)
         tensors = _ModelTensors(model, family) if source is None else _SourceTensors(source, family)
         choice = make_choice(config, has_dpbf16=bool(library.ts_has_dpbf16()))
