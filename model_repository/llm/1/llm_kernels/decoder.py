@@ -91,7 +91,9 @@ class _Model(ctypes.Structure):
     )
 
 
-class _Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
+    """`Step` of decoder.h."""
+
     _fields_ = (
         *((name, _int) for name in ("rows", "sequences", "heads")),
         *((name, _void) for name in ("token_ids", "positions", "slots", "query_start", "context", "block_table")),
@@ -249,7 +251,7 @@ class Decoder:
         """
         if not len(token_ids):
             return
-        step = _Step(
+        step = StepStruct(
             len(token_ids), len(context), len(head_rows), token_ids.ctypes.data, positions.ctypes.data,
             slots.ctypes.data, query_start.ctypes.data, context.ctypes.data, block_table.ctypes.data,
             block_table.shape[1], head_rows.ctypes.data,
