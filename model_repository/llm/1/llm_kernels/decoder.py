@@ -193,6 +193,7 @@ class Decoder:
         self.linear_parameters = 0
         self.formats: set[tuple[Format, Arithmetic]] = set()
         self.seconds = np.zeros(len(PARTS))
+        self.norms: dict[str, NDArray[np.float32]] = {}  # what each norm multiplies by, by name
         self._packed: dict[str, PackedWeight] = {}
         self._rounded: set[str] = set()
         tables = {name: self._rope(frequencies, positions) for name, frequencies in family.ropes.items()}
@@ -340,6 +341,7 @@ class Decoder:
         if weight is None:
             raise UnsupportedError(f"the checkpoint has no tensor {name}.weight")
         shifted = np.ascontiguousarray(weight + np.float32(self.family.norm_offset), np.float32)
+        self.norms[name] = shifted
         return _Norm(self._pointer(shifted), self._vector(name + ".bias", whole=True))
 
     def _vector(self, name: str, *, whole: bool = False) -> int | None:
