@@ -192,7 +192,7 @@ class NativeSteps:
         native.check_range("token_ids", tokens, self.decoder.embedded)
         native.check_range("positions", positions, self._positions)
         native.check_range("head_rows", heads, len(tokens))
-        logits = torch.empty(len(heads), self.decoder.family.vocabulary)
+        logits = torch.empty(len(heads), self.decoder.vocabulary)
         self.decoder.forward(tokens, positions, slots, start, context, table, heads, logits.numpy())
         return logits
 
