@@ -8,6 +8,7 @@ requests. The structures are those of `cpu/decoder.h`.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -184,7 +185,6 @@ class Decoder:
         threads: int,
         bfloat16_kv: bool,
     ) -> None:
-        self._workspace = _void(None)
         refuse_sizes(family, block_size)
         self._library = library
         self._keep: list[Any] = []  # whatever the structures point to
@@ -228,16 +228,7 @@ class Decoder:
         )  # fmt: skip
         library.ts_open.restype = _void
         self._workspace = _void(library.ts_open(ctypes.byref(self._model), threads))
-
-    def close(self) -> None:
-        """End the threads. No step may follow."""
-        workspace, self._workspace = self._workspace, _void(None)
-        if workspace:
-            self._library.ts_close(workspace)
-
-    def __del__(self) -> None:
-        """End the threads with whoever held them."""
-        self.close()
+        weakref.finalize(self, library.ts_close, self._workspace)  # its threads end with whoever held them
 
     @property
     def embedded(self) -> int:
