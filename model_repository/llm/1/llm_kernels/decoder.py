@@ -374,7 +374,8 @@ class Decoder:
         name = self.family.positions + ".weight"
         if not self.family.positions:
             return None
-        rows = self._tensors.rows(name).data.shape[0]
+        found = self._tensors.vector(name)
+        rows = 0 if found is None else len(found)
         if rows < positions:
             raise UnsupportedError(f"{name} has {rows} positions, and {positions} are asked for")
         table = self._vector(name, (rows, self.family.hidden))
