@@ -191,7 +191,6 @@ class Decoder:
         self._tensors = tensors
         self._choice = choice
         self.family = family
-        self.slots = slots
         self.weight_bytes = 0  # of all weights
         self.linear_bytes = 0  # and numbers: of those that every step multiplies, the head's included
         self.linear_parameters = 0
@@ -315,8 +314,9 @@ class Decoder:
         for i, name in enumerate(names):
             weight = self._weight(name, part)
             linear.part[i] = weight.struct
-            self.linear_bytes += weight.memory.nbytes
-            self.linear_parameters += weight.struct.columns * weight.struct.depth
+            numbers = weight.struct.columns * weight.struct.depth
+            self.linear_bytes += int(numbers * weight.format.bits / 8)
+            self.linear_parameters += numbers
         found = [linear.part[i].columns for i in range(len(names))]
         for name, weight in zip(names, linear.part, strict=False):
             _expect(f"{name}.weight", (sum(found), weight.depth), (columns, depth))
