@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Numerics:
-    """Rows of scores or weights [n, V], on any device. Weights are in [0, 1], and a sound row's largest is exactly 1."""
+    """Rows of scores or weights [n, V], on any device. Weights are from 0 to 1, and a sound row's largest is just 1."""
 
     def row_max(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of each row [n] and its place int64 [n]. NaN wins, and of equals the first."""

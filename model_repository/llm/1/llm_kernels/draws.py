@@ -18,7 +18,7 @@ _void = ctypes.c_void_p
 
 
 class NativeNumerics(Numerics):
-    """As Numerics, on the CPU, with float32 inside whatever comes in. `library` is a kernels' object; see objects.py.
+    """As Numerics, on the CPU, in float32 whatever comes in. `library` is an object of the kernels; see objects.py.
 
     Many rows are shared among `threads` threads of its own, which end with it.
     """
@@ -31,24 +31,23 @@ class NativeNumerics(Numerics):
 
     def row_max(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of each row, float32 [n], and its place int64 [n]. NaN wins, and of equals the first."""
-        scores = _float32(scores)
-        peak, place = scores.new_empty(len(scores)), torch.empty(len(scores), dtype=torch.int64)
-        self._library.ts_row_max(self._pool, *scores.shape, _at(scores), _at(peak), _at(place))
+        scores = _rows(scores)
+        peak, place = torch.empty(len(scores)), torch.empty(len(scores), dtype=torch.int64)
+        self._library.ts_row_max(self._pool, *scores.shape, *_strided(scores), _at(peak), _at(place))
         return peak, place
 
     def weights(self, scores: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
-        """e^((score - peak) / temperature), with a relative error of 3e-7 behind the division; 0 below 2^-126."""
-        scores, peak, temperature = _float32(scores), _float32(peak), _float32(temperature)
-        weights = torch.empty_like(scores)
+        """See Numerics. The relative error behind the division is below 2e-7; weights below 2^-126 are 0."""
+        scores, peak, temperature = _rows(scores), peak.float().contiguous(), temperature.contiguous()
+        weights = torch.empty(scores.shape)
         self._library.ts_weights(
-            self._pool, *scores.shape, _at(scores), _at(peak), _at(temperature), _at(weights)
+            self._pool, *scores.shape, *_strided(scores), _at(peak), _at(temperature), _at(weights)
         )  # fmt: skip
         return weights
 
     def race(self, weights: Tensor, seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-        """The place of each row's largest weight / noise; the noise has a relative error of 2e-7."""
-        weights, ids = _float32(weights), ids.contiguous()
-        seed, positions = seed.contiguous(), positions.contiguous()
+        """See Numerics. The relative error of the noise is below 2e-7."""
+        weights, seed, positions, ids = (t.contiguous() for t in (weights, seed, positions, ids))
         place = torch.empty(len(weights), dtype=torch.int64)
         self._library.ts_race(
             self._pool, *weights.shape, _at(weights), _at(seed), _at(positions), _at(ids),
@@ -57,10 +56,12 @@ class NativeNumerics(Numerics):
         return place
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Log-probabilities of `ids` in float32 [n, k], to about 1e-6; NaN where a row's largest is not finite."""
-        logits, ids = _float32(logits), ids.contiguous()
-        logprobs = logits.new_empty(ids.shape)
-        self._library.ts_logprobs(self._pool, *logits.shape, _at(logits), ids.shape[1], _at(ids), _at(logprobs))
+        """See Numerics. The error is below 1e-6 + 2e-7 times the logprob; NaN where a row's largest is not finite."""
+        logits, ids = _rows(logits), ids.contiguous()
+        logprobs = torch.empty(ids.shape)
+        self._library.ts_logprobs(
+            self._pool, *logits.shape, *_strided(logits), ids.shape[1], _at(ids), _at(logprobs)
+        )  # fmt: skip
         return logprobs
 
 
@@ -71,8 +72,13 @@ def noise(library: Any, seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
-def _float32(values: Tensor) -> Tensor:
-    return values.float().contiguous()
+def _rows(values: Tensor) -> Tensor:
+    values = values.float()
+    return values if values.stride(1) == 1 else values.contiguous()
+
+
+def _strided(rows: Tensor) -> tuple[ctypes.c_void_p, int]:
+    return _at(rows), rows.stride(0)
 
 
 def _at(values: Tensor) -> ctypes.c_void_p:

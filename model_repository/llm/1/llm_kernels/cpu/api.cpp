@@ -112,14 +112,15 @@ TOKENSTREAM_API void ts_attend(const Attention* a, const Step* s, Pool* pool) {
     attend_step<bf16>(*a, *s, *pool);
 }
 
-// What follows is of sampling: `rows` rows of `count` numbers, at least one, without gaps; see draw.h.
+// What follows is of sampling: `rows` rows of `count` numbers, at least one; see draw.h. stride: from one row's first
+// number to the next's. Rows without one lie without gaps.
 
 namespace {
 
 // of_row(row) for every row, on the pool's threads if each has enough to do to be worth waking.
 template <class F>
 void for_rows(Pool* pool, int rows, int count, F of_row) {
-  constexpr std::int64_t enough = 1 << 17;  // numbers, of some tens of microseconds
+  constexpr std::int64_t enough = 1 << 19;  // numbers, of some tenths of a millisecond
   const int threads = pool->count();
   if (threads == 1 || std::int64_t{rows} * count < threads * enough) {
     for (int r = 0; r < rows; ++r) of_row(r);
@@ -133,24 +134,23 @@ void for_rows(Pool* pool, int rows, int count, F of_row) {
 
 }  // namespace
 
-TOKENSTREAM_API void ts_row_max(Pool* pool, std::int32_t rows, std::int32_t count, const float* scores, float* highest,
-                                std::int64_t* places) {
+TOKENSTREAM_API void ts_row_max(Pool* pool, std::int32_t rows, std::int32_t count, const float* scores,
+                                std::int32_t stride, float* highest, std::int64_t* places) {
   for_rows(pool, rows, count, [&](int r) {
-    const First first = row_max(scores + std::ptrdiff_t{r} * count, count);
+    const First first = row_max(scores + std::ptrdiff_t{r} * stride, count);
     highest[r] = first.value;
     places[r] = first.place;
   });
 }
 
 TOKENSTREAM_API void ts_weights(Pool* pool, std::int32_t rows, std::int32_t count, const float* scores,
-                                const float* highest, const float* temperature, float* weights) {
+                                std::int32_t stride, const float* highest, const float* temperature, float* weights) {
   for_rows(pool, rows, count, [&](int r) {
-    const std::ptrdiff_t at = std::ptrdiff_t{r} * count;
-    weigh(scores + at, count, highest[r], temperature[r], weights + at);
+    weigh(scores + std::ptrdiff_t{r} * stride, count, highest[r], temperature[r], weights + std::ptrdiff_t{r} * count);
   });
 }
 
-// id_stride: from one row's ids to the next's, 0 where all rows have the same.
+// id_stride: that of `ids`, 0 where all rows have the same.
 TOKENSTREAM_API void ts_race(Pool* pool, std::int32_t rows, std::int32_t count, const float* weights,
                              const std::int64_t* seeds, const std::int64_t* positions, const std::int32_t* ids,
                              std::int32_t id_stride, std::int64_t* places) {
@@ -171,9 +171,9 @@ TOKENSTREAM_API void ts_noise(std::int32_t rows, std::int32_t count, const std::
 
 // ids [rows][wanted], logprobs the same.
 TOKENSTREAM_API void ts_logprobs(Pool* pool, std::int32_t rows, std::int32_t count, const float* logits,
-                                 std::int32_t wanted, const std::int64_t* ids, float* logprobs) {
+                                 std::int32_t stride, std::int32_t wanted, const std::int64_t* ids, float* logprobs) {
   for_rows(pool, rows, count, [&](int r) {
-    log_softmax(logits + std::ptrdiff_t{r} * count, count, ids + std::ptrdiff_t{r} * wanted, wanted,
+    log_softmax(logits + std::ptrdiff_t{r} * stride, count, ids + std::ptrdiff_t{r} * wanted, wanted,
                 logprobs + std::ptrdiff_t{r} * wanted);
   });
 }

@@ -28,7 +28,7 @@ inline Floats smaller(Floats x, float bound) { return where_less(all(bound), x, 
 // 1 + e^x, at most 1 + 2^126; NaN for NaN.
 inline Floats one_and_exp(Floats x) { return all(1.0f) + exp2(smaller(x * all(kLog2E), 126.0f)); }
 
-// e^x for x from -104 to 87, 0 below -87.4. Relative error 2e-7.
+// e^x for x from -104 to 87, 0 below -87.4. Relative error below 2e-7.
 inline Floats exp(Floats x) {
   constexpr float log2e_rest = 1.92596303e-8f;  // what kLog2E lacks
   const Floats y = x * all(kLog2E), p = exp2(y);
@@ -36,8 +36,8 @@ inline Floats exp(Floats x) {
   return fma(p, rest * all(std::numbers::ln2_v<float>), p);
 }
 
-// ln(1 + x) for x from -1 + 2^-24 to 2^24. A minimax polynomial where 1 + x = 2^k (1 + f), f within 1/sqrt(2) - 1 and
-// sqrt(2) - 1. Relative error 2e-7 for x below 0, and the same or 1e-7 of 1 above.
+// ln(1 + x) for x from -1 + 2^-24 to 2^24. With 1 + x = 2^k (1 + f), f from 1/sqrt(2) - 1 to sqrt(2) - 1, a minimax
+// polynomial of f. Relative error below 2e-7.
 inline Floats log1p(Floats x) {
   constexpr std::int32_t one_less_root = 0x3f800000 - 0x3f3504f3;  // 1 and 1/sqrt(2), as their bits
   const Ints biased = right<23>(bits(x + all(1.0f)) + all(one_less_root));
