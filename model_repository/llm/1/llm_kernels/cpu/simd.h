@@ -547,6 +547,12 @@ inline Floats load(const float* p, int count) {
   std::copy_n(p, count, lane);
   return load(lane);
 }
+inline Ints load(const std::int32_t* p, int count) {
+  if (count >= kLanes) return load(p);
+  std::int32_t lane[kLanes] = {};
+  std::copy_n(p, count, lane);
+  return load(lane);
+}
 inline void store(float* p, Floats x, int count) {
   if (count >= kLanes) return store(p, x);
   float lane[kLanes];
