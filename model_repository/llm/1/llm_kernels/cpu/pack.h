@@ -219,8 +219,10 @@ inline bool pack_rows(const Weight& w, std::uint8_t* data, int first, int count,
         bf16 narrowed[kBlock];
         store(narrowed, load(x));
         store(narrowed + kLanes, load(x + kLanes));
-        for (int i = 0; i < left; ++i)
+        for (int i = 0; i < left; ++i) {
+          sound &= (narrowed[i] & 0x7f80) != 0x7f80;
           to[((b * kBlock + i) / 2 * kPanel + lane) * 2 + i % 2] = narrowed[i];
+        }
       }
     }
   }
