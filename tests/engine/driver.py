@@ -25,8 +25,8 @@ from llm_engine.engine import Engine
 from llm_engine.loading import LoadedModel
 from llm_engine.request import Delta, Request, SamplingParams
 from llm_engine.scheduler import Plan
-from llm_kernels import native
-from llm_kernels.build import NativeUnavailableError
+from llm_kernels.compiling import NativeUnavailableError
+from llm_kernels.objects import load_object
 from waiting import WAIT
 
 _NUMBERS = count()
@@ -158,28 +158,28 @@ def serving(loaded: LoadedModel, *, asynchronous: bool = False, begin: bool = Tr
 
 
 @cache
-def native_lack(dtype: str) -> str:
-    """Why the native kernels do not run in `dtype` on this machine, "" if they do; compiled here if need be."""
+def native_lack() -> str:
+    """Why the native kernels do not run on this machine, "" if they do; compiled here if need be."""
     try:
-        native.load(cache_folder(), dtype)
+        load_object(cache_folder())
     except NativeUnavailableError as error:
-        return f"the native kernels do not run in {dtype}: {error}"
+        return f"the native kernels do not run here: {error}"
     return ""
 
 
-def needs_native(dtype: str) -> pytest.MarkDecorator:
-    """Skip with the reason where the native kernels do not run in `dtype`."""
-    return pytest.mark.skipif(bool(native_lack(dtype)), reason=native_lack(dtype))
+def needs_native() -> pytest.MarkDecorator:
+    """Skip with the reason where the native kernels do not run."""
+    return pytest.mark.skipif(bool(native_lack()), reason=native_lack())
 
 
 def native_dtypes() -> list[ParameterSet]:
     """Each dtype that the native kernels know, skipped where they do not run."""
-    return [pytest.param(dtype, marks=needs_native(dtype)) for dtype in ("bfloat16", "float32")]
+    return [pytest.param(dtype, marks=needs_native()) for dtype in ("bfloat16", "float32")]
 
 
 def kernels(dtype: str) -> list[ParameterSet]:
-    """Each kind of kernels, skipped where it does not run in `dtype`."""
-    return [pytest.param("native", marks=needs_native(dtype)), pytest.param("torch")]
+    """Each kind of kernels, skipped where it does not run; PyTorch's run in any `dtype`."""
+    return [pytest.param("native", marks=needs_native()), pytest.param("torch")]
 
 
 def modes(*dtypes: str) -> list[ParameterSet]:
@@ -188,8 +188,8 @@ def modes(*dtypes: str) -> list[ParameterSet]:
 
 
 def config(dtype: str = "float32", **values: Any) -> EngineConfig:
-    """Settings for tiny models: 4 seats, steps of 64 tokens, 64 blocks of 8 tokens."""
-    defaults = {"max_sequences": 4, "max_step_tokens": 64, "block_size": 8, "kv_tokens": 512}
+    """Settings for tiny models: 4 seats, steps of 64 tokens, 32 blocks of 16 tokens."""
+    defaults = {"max_sequences": 4, "max_step_tokens": 64, "block_size": 16, "kv_tokens": 512}
     return EngineConfig(**{"model": "tiny", "dtype": dtype, "threads": 1, **defaults, **values})
 
 

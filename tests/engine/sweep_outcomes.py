@@ -19,7 +19,7 @@ from llm_engine.config import ConfigError
 from llm_engine.loading import LoadedModel
 from llm_engine.request import SamplingParams
 from llm_kernels import native
-from llm_kernels.build import NativeUnavailableError
+from llm_kernels.compiling import NativeUnavailableError
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -60,7 +60,7 @@ def attach(model: Any, dtype: str = "float32", kernels: str = "auto") -> LoadedM
 def _particular(loaded: LoadedModel) -> str:
     try:
         for cache in loaded.caches:
-            native.refuse_heads(cache.key.shape[2], cache.value.shape[2])
+            native.refuse(cache.key.shape[2], cache.value.shape[-1], loaded.config.block_size, "float32")
     except NativeUnavailableError as error:
         return f"attention by PyTorch, not by the native kernels: {error}"
     return ""

@@ -14,8 +14,7 @@ import torch
 from engine import driver, tiny_models
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
-from llm_kernels import native
-from llm_kernels.build import NativeUnavailableError
+from llm_kernels.compiling import NativeUnavailableError
 from llm_tools import accuracy, bench
 from llm_tools.bench import QUICK, BenchError, Case, Measurement, Setup
 from llm_tools.limits import Limits, Work
@@ -191,7 +190,8 @@ def test_a_combination_that_does_not_run_here_says_why(folder: Path, monkeypatch
     def unavailable(*_: object) -> None:
         raise NativeUnavailableError("this processor is too old")
 
-    monkeypatch.setattr(native, "load", unavailable)
+    for module in ("attaching", "steps"):
+        monkeypatch.setattr(f"llm_engine.loading.{module}.load_object", unavailable)
     skipped = accuracy.check(config(), folder, silent)[0]
     assert (skipped.dtype, skipped.kernels, skipped.max_error) == ("bfloat16", "native", None)
     assert skipped.skipped == "kernels is 'native', but this processor is too old"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine import gguf_files
-from llm_kernels.build import Toolchain, build
+from llm_kernels.cpu_level import choose_level
+from llm_kernels.objects import Objects
 from llm_kernels.shared import locked, new_folder, open_to_others
 from llm_tools import weights
 
@@ -33,12 +34,16 @@ def shared() -> Iterator[Path]:
 
 
 @pytest.fixture
-def toolchain(tmp_path: Path) -> Toolchain:
-    """A compiler that takes no time."""
+def compiler(tmp_path: Path) -> dict[str, str]:
+    """An environment whose compiler takes no time."""
     file = tmp_path / "cxx"
     file.write_text(COMPILER)
     file.chmod(0o755)
-    return Toolchain.found({"CXX": str(file), "PATH": os.defpath})
+    return {"CXX": str(file), "PATH": os.defpath}
+
+
+def build(cache: Path, environ: dict[str, str]) -> Path:
+    return Objects(cache).build(choose_level(environ), environ)
 
 
 @contextmanager
@@ -69,11 +74,11 @@ def modes(folder: Path) -> dict[Path, int]:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077])
-def test_everything_in_the_cache_has_the_mode_of_the_umask(tmp_path: Path, toolchain: Toolchain, mask: int) -> None:
+def test_everything_in_the_cache_has_the_mode_of_the_umask(tmp_path: Path, compiler: dict[str, str], mask: int) -> None:
     cache, file = tmp_path / "cache", gguf_files.write(tmp_path / "m.gguf")
     with umask(mask):
         folder = weights.prepare(str(file), cache)
-        kernels = build(cache, toolchain)
+        kernels = build(cache, compiler)
     found = modes(cache)
     assert {folder / "model.safetensors", folder / "config.json", kernels} <= found.keys()
     for path, mode in found.items():
@@ -81,18 +86,20 @@ def test_everything_in_the_cache_has_the_mode_of_the_umask(tmp_path: Path, toolc
 
 
 @as_root
-def test_a_cache_filled_by_root_serves_another_user_who_cannot_write_there(shared: Path, toolchain: Toolchain) -> None:
+def test_a_cache_filled_by_root_serves_another_user_who_cannot_write_there(
+    shared: Path, compiler: dict[str, str]
+) -> None:
     file, cache = gguf_files.write(shared / "m.gguf"), shared / "cache"
     with umask(0o022):
         file.chmod(0o644)
-        made, kernels = weights.prepare(str(file), cache), build(cache, toolchain)
+        made, kernels = weights.prepare(str(file), cache), build(cache, compiler)
     before = modes(cache)
     with somebody_else():
         with pytest.raises(PermissionError):
             (made / "new").touch()
         assert weights.prepare(str(file), cache) == made
         assert (made / "model.safetensors").read_bytes()
-        assert build(cache, toolchain) == kernels
+        assert build(cache, compiler) == kernels
     assert modes(cache) == before
 
 

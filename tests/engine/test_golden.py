@@ -95,12 +95,12 @@ def test_rounding_alone_leaves_half_of_the_tolerance(family: str, dtype: str) ->
     assert golden.check(loaded, golden.reference(model, heads, ())) < golden.TOLERANCE[dtype] / 2
 
 
-@pytest.mark.skipif("bfloat16" not in driver.native_dtypes(), reason="whole steps are native in bfloat16")
+@driver.needs_native()
 def test_wrong_packed_weights_are_refused() -> None:
     model = tiny_models.build("llama", torch.bfloat16)
     loaded = driver.load("llama", "bfloat16", kernels="native")
-    assert loaded.llama is not None
-    loaded.llama.weights[1].mul_(0.5)
+    assert loaded.steps is not None
+    loaded.steps.decoder.norms["model.layers.0.input_layernorm"] *= 0.5
     with pytest.raises(ConfigError, match=OTHER):
         golden.check(loaded, golden.reference(model, discover_attention(model, CPU).values(), ()))
 
@@ -201,7 +201,7 @@ def test_keys_and_values_of_different_sizes_are_counted_as_they_are_kept() -> No
 def wide_llama() -> Any:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(
-        **shape, head_dim=512, vocab_size=tiny_models.vocab_size(), max_position_embeddings=256, eos_token_id=None
+        **shape, head_dim=514, vocab_size=tiny_models.vocab_size(), max_position_embeddings=256, eos_token_id=None
     )
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
@@ -214,5 +214,5 @@ def test_heads_too_wide_for_the_native_kernels_are_served_by_pytorch() -> None:
 
 
 def test_heads_too_wide_are_refused_where_native_kernels_are_demanded() -> None:
-    with pytest.raises(ConfigError, match="kernels is 'native', but they take even head sizes of at most 256, not 512"):
+    with pytest.raises(ConfigError, match="kernels is 'native', but they take heads of at most 512, not 514"):
         loading.attach(wide_llama(), tiny_models.tokenizer(), driver.config(kernels="native"), "digest")

@@ -22,7 +22,6 @@ from llm_engine import loading
 from llm_engine.config import ConfigError, EngineConfig
 from llm_engine.loading import LoadedModel, identity
 from llm_engine.loading.identity import digest_of_weights
-from llm_kernels import native
 
 HOUR_NS = 3600 * 10**9
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -297,8 +296,8 @@ def test_what_changes_no_bit_keeps_the_digest(plain: LoadedModel) -> None:
 # What computes
 
 
-def arithmetic(device: torch.device = CPU, *, whole_steps: bool = False, **values: Any) -> str:
-    return identity.name_arithmetic(driver.config(**{"kernels": "torch", **values}), device, whole_steps=whole_steps)
+def arithmetic(device: torch.device = CPU, **values: Any) -> str:
+    return identity.name_arithmetic(driver.config(**{"kernels": "torch", **values}), device)
 
 
 def test_the_arithmetic_is_told_and_is_part_of_the_digest(plain: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,15 +325,24 @@ def test_each_part_of_what_computes_changes_its_name(part: str, monkeypatch: pyt
     assert arithmetic() != before
 
 
+@driver.needs_native()
 def test_threads_are_named_where_torch_multiplies_and_not_where_our_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "arithmetic", lambda: "one")
     assert arithmetic(threads=1) != arithmetic(threads=2)
     assert arithmetic(threads=1, kernels="native") != arithmetic(threads=2, kernels="native")
-    whole = [arithmetic(threads=n, kernels="native", whole_steps=True) for n in (1, 2)]
+    whole = [driver.load(threads=threads, kernels="native").arithmetic for threads in (1, 2)]
     assert whole[0] == whole[1]
     assert len({arithmetic(), arithmetic(kernels="native"), whole[0]}) == 3
-    monkeypatch.setattr(native, "arithmetic", lambda: "another")
-    assert arithmetic(kernels="native", whole_steps=True) != whole[0]
+    for module in ("identity", "steps"):
+        monkeypatch.setattr(f"llm_engine.loading.{module}.source_digest", lambda: "other sources")
+    assert driver.load(kernels="native").arithmetic != whole[0]
+
+
+@driver.needs_native()
+def test_weight_format_and_arithmetic_change_the_digest() -> None:
+    formats = ("float32", "bfloat16", "int8", "int4")
+    found = {driver.load(kernels="native", weight_format=f, arithmetic="fma32").digest for f in formats}
+    found |= {driver.load(kernels="native", weight_format=f, arithmetic="q8dot").digest for f in formats[2:]}
+    assert len(found) == 6
 
 
 def test_cuda_is_another_arithmetic_than_a_cpu_and_so_is_another_chip(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
 
 from engine import driver
 from llm_engine.config import ConfigError, cache_folder
 from llm_kernels import build as native_build
 from llm_kernels import native
-from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
 from waiting import WAIT
 
 VERSION = Path(native_build.FOLDER).parent  # the folder that holds llm_engine

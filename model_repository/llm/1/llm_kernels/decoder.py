@@ -91,7 +91,9 @@ class _Model(ctypes.Structure):
     )
 
 
-class _Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
+    """`Step` of decoder.h."""
+
     _fields_ = (
         *((name, _int) for name in ("rows", "sequences", "heads")),
         *((name, _void) for name in ("token_ids", "positions", "slots", "query_start", "context", "block_table")),
@@ -191,6 +193,7 @@ class Decoder:
         self.linear_parameters = 0
         self.formats: set[tuple[Format, Arithmetic]] = set()
         self.seconds = np.zeros(len(PARTS))
+        self.norms: dict[str, NDArray[np.float32]] = {}  # what each norm multiplies by, by name
         self._packed: dict[str, PackedWeight] = {}
         self._rounded: set[str] = set()
         tables = {name: self._rope(frequencies, positions) for name, frequencies in family.ropes.items()}
@@ -249,7 +252,7 @@ class Decoder:
         """
         if not len(token_ids):
             return
-        step = _Step(
+        step = StepStruct(
             len(token_ids), len(context), len(head_rows), token_ids.ctypes.data, positions.ctypes.data,
             slots.ctypes.data, query_start.ctypes.data, context.ctypes.data, block_table.ctypes.data,
             block_table.shape[1], head_rows.ctypes.data,
@@ -338,6 +341,7 @@ class Decoder:
         if weight is None:
             raise UnsupportedError(f"the checkpoint has no tensor {name}.weight")
         shifted = np.ascontiguousarray(weight + np.float32(self.family.norm_offset), np.float32)
+        self.norms[name] = shifted
         return _Norm(self._pointer(shifted), self._vector(name + ".bias", whole=True))
 
     def _vector(self, name: str, *, whole: bool = False) -> int | None:

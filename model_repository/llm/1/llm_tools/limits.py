@@ -111,7 +111,8 @@ def _work_of_steps(steps: NativeSteps, head: int) -> Work:
 
 def _attention_work(module: Any, heads: int) -> AttentionWork:
     cache = module.kv_cache
-    (_, kv_heads, key_dim), value_dim = cache.key.shape, cache.value.shape[2]
+    kv_heads = cache.key.shape[1]
+    key_dim, value_dim = cache.key.shape[2], cache.value.shape[-1]
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
     per_token = kv_heads * (key_dim + value_dim) * cache.key.itemsize
     return AttentionWork(heads * (key_dim + value_dim) // 2, per_token, window or None)

@@ -21,14 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llm_engine.config import ConfigError, cache_folder, expand
-from llm_kernels.build import NativeUnavailableError, Toolchain, build, is_built
+from llm_kernels.compiling import NativeUnavailableError
 from llm_kernels.cpu_level import CpuLevelError, cap_libraries, choose_level
-from llm_kernels.families import MODEL_TYPES
 from llm_kernels.objects import Objects
 from llm_kernels.shared import locked, new_folder, open_to_others
 
 from . import gguf_file, gguf_tokenizer
-from .folder import CONFIG, check_folder, first_line, read_json
+from .folder import check_folder, first_line, read_json
 from .gguf_header import GgufHeader, read_header
 from .gguf_tokenizer import GgufTokenizer
 from .json_lines import report, report_progress
@@ -240,19 +239,13 @@ def _no_space(folder: Path, file: Path, needed: int) -> ConfigError:
     )
 
 
-def build_kernels(cache: Path, model_type: str, progress: Progress) -> None:
-    """Compile the CPU kernels if `cache` lacks them. Where that fails, the server says why, and does without them."""
+def build_kernels(cache: Path, progress: Progress) -> None:
+    """Compile the CPU kernels if there are none. Where that fails, the server says why, and does without them."""
     with contextlib.suppress(NativeUnavailableError, CpuLevelError):
-        if model_type in MODEL_TYPES:
-            objects, level = Objects(cache), choose_level()
-            if not objects.is_ready(level):
-                progress("building the CPU kernels", 0, None)
-                objects.build(level)
-            return
-        toolchain = Toolchain.found()
-        if not is_built(cache, toolchain):
+        objects, level = Objects(cache), choose_level()
+        if not objects.is_ready(level):
             progress("building the CPU kernels", 0, None)
-            build(cache, toolchain)
+            objects.build(level)
 
 
 def main() -> int:
@@ -266,7 +259,7 @@ def main() -> int:
     try:
         cap_libraries()
         path = prepare_source(expand(spec), progress=report_progress).folder
-        build_kernels(cache_folder(), str(read_json(path / CONFIG).get("model_type")), report_progress)
+        build_kernels(cache_folder(), report_progress)
     except (ConfigError, CpuLevelError) as error:
         report(error=str(error))
         return 1

@@ -13,6 +13,8 @@ from llm_kernels import native
 from llm_kernels.compiling import NativeUnavailableError
 from llm_kernels.decoder import UnsupportedError
 from llm_kernels.families import family_of
+from llm_kernels.native import NativeAttention
+from llm_kernels.objects import load_object
 from llm_kernels.packed import PackError
 from llm_tools.sources import TensorSource
 
@@ -63,7 +65,7 @@ def attach(
             f"model type {text_config.model_type!r} has {text_config.num_hidden_layers} layers, {len(shapes)} of them "
             f"with attention; layers with another kind of state cannot be batched here"
         )
-    config, plan = _choose_kernels(model, config, device, shapes, source)
+    config, plan, kernels = _choose_kernels(model, config, device, shapes, source)
     dtype = getattr(torch, config.dtype)
     per_token = plan.kv_bytes if plan else sum(heads.values for heads in shapes.values()) * dtype.itemsize
     if plan is None:
@@ -76,9 +78,7 @@ def attach(
     weights = _held(model) if steps is None else steps.decoder.weight_bytes
     if steps is None:
         for module, h in shapes.items():
-            cast(Any, module).kv_cache = KVCache.empty(
-                config.kv_tokens, h.kv_heads, h.key_dim, dtype, device, h.value_dim
-            )
+            cast(Any, module).kv_cache = _cache(config, h, dtype, device, kernels)
     else:
         model.to("meta")
     loaded = LoadedModel(
@@ -94,6 +94,7 @@ def attach(
         exact="sampled",
         digest=digest,
         steps=steps,
+        attention=kernels,
         arithmetic=name_arithmetic(config, device, steps),
         resources=Resources(
             threads_from=threads_from,
@@ -107,6 +108,14 @@ def attach(
     log.info("golden check: logits off by %.2g of their spread", off)
     _log(loaded)
     return replace(loaded, digest=digest_of_model(digest, loaded))
+
+
+def _cache(
+    config: EngineConfig, heads: Heads, dtype: torch.dtype, device: torch.device, kernels: NativeAttention | None
+) -> KVCache:
+    if kernels is not None:
+        return kernels.cache(config.kv_tokens, heads.kv_heads, heads.key_dim, dtype)
+    return KVCache.empty(config.kv_tokens, heads.kv_heads, heads.key_dim, dtype, device, heads.value_dim)
 
 
 def _pack(plan: Plan, config: EngineConfig, model: Any) -> NativeSteps:
@@ -144,15 +153,15 @@ def _log(loaded: LoadedModel) -> None:
 
 def _choose_kernels(
     model: Any, config: EngineConfig, device: torch.device, shapes: Mapping[Any, Heads], source: TensorSource | None
-) -> tuple[EngineConfig, Plan | None]:
-    """Settle `kernels` and `dtype`; with the native kernels also a plan for whole steps, if they know the model."""
+) -> tuple[EngineConfig, Plan | None, NativeAttention | None]:
+    """Settle `kernels` and `dtype`: the native kernels compute whole steps, or else the attention."""
     if device.type != "cpu" or config.kernels == "torch":
-        return resolve_dtype(replace(config, kernels="torch"), device), None
+        return resolve_dtype(replace(config, kernels="torch"), device), None, None
     try:
         family = family_of(model.config.get_text_config(), [heads.window for heads in shapes.values()])
         plan = Plan.of(config, family, model, source)
         log.info("native kernels for whole steps, instructions of %s", plan.level)
-        return replace(config, kernels="native", dtype="bfloat16" if plan.bfloat16_kv else "float32"), plan
+        return replace(config, kernels="native", dtype="bfloat16" if plan.bfloat16_kv else "float32"), plan, None
     except (UnsupportedError, NativeUnavailableError) as error:
         reason = error
         log.info("transformers' layers: %s", error)
@@ -162,11 +171,12 @@ def _choose_kernels(
     config = resolve_dtype(config, device)
     try:
         for heads in shapes.values():
-            native.refuse_heads(heads.key_dim, heads.value_dim)
-        native.load(cache_folder(), config.dtype)
+            native.refuse(heads.key_dim, heads.value_dim, config.block_size, config.dtype)
+        library, _ = load_object(cache_folder())
     except NativeUnavailableError as error:
         if config.kernels == "native":
             raise ConfigError(f"kernels is 'native', but {error}") from None
         log.warning("native kernels are off: %s. PyTorch's take their place, and steps take longer", error)
-        return replace(config, kernels="torch"), None
-    return replace(config, kernels="native"), None
+        return replace(config, kernels="torch"), None, None
+    kernels = NativeAttention(library, config.threads, config.block_size)
+    return replace(config, kernels="native"), None, kernels

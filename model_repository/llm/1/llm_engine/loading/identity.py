@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import torch
 
-from llm_kernels import native
+from llm_kernels.objects import source_digest
 from llm_tools.gguf_header import read_header
 from llm_tools.storage import BY_NUMBER
 
@@ -135,7 +135,7 @@ def name_arithmetic(config: EngineConfig, device: torch.device, steps: NativeSte
     processor = f"on {machine.vendor()} {torch.backends.cpu.get_cpu_capability()}"
     if steps is not None:
         return f"{steps.name()}, torch {torch.__version__}, {sampling}, {processor}"
-    kernels = f"native {native.arithmetic()}" if config.kernels == "native" else f"attention {_TORCH_ATTENTION}"
+    kernels = f"native {source_digest()[:12]}" if config.kernels == "native" else f"attention {_TORCH_ATTENTION}"
     instructions = digest_of({k: v for k, v in torch.cpu.get_capabilities().items() if isinstance(v, bool)})[:8]
     layers = f"{_layers(transformers.__version__)} of {config.threads} threads"
     return f"{layers}, {kernels}, {sampling}, {processor} {instructions}"

@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from llm_kernels import native, tiles
+from llm_kernels import tiles
+from llm_kernels.native import NativeAttention
 
 from ..attention import KVCache, Layout
 from ..batch import Batch
@@ -26,6 +27,7 @@ class LoadedModel:
     below `embedding_size`, which is no smaller. `exact` is "bitwise" or "sampled". `digest` names all that answers
     depend on, and `arithmetic` the part of it that computes; see identity. `steps`, if set, computes whole steps in
     place of `model`, whose parameters then have shapes alone, no weights, and keeps the KV instead of `caches`.
+    `attention`, if set, computes the attention of `model`; PyTorch does otherwise.
     """
 
     config: EngineConfig
@@ -40,6 +42,7 @@ class LoadedModel:
     exact: str
     digest: str
     steps: NativeSteps | None = None
+    attention: NativeAttention | None = None
     arithmetic: str = ""
     resources: Resources = field(default_factory=Resources)
 
@@ -47,11 +50,10 @@ class LoadedModel:
         """Logits [head rows, vocabulary] of `batch`; the KV of its rows is written. head_rows: int64 [heads]."""
         if self.steps is not None:
             return self.steps.forward(batch, head_rows)[:, : self.vocab_size]
-        block_size = self.config.block_size
-        if self.config.kernels == "torch":
-            layout: Layout = tiles.tile_layout(batch, block_size, self.caches[0].zero_slot)
+        if self.attention is None:
+            layout: Layout = tiles.tile_layout(batch, self.config.block_size, self.caches[0].zero_slot)
         else:
-            layout = native.PagedLayout.of(batch, block_size, self.config.threads)
+            layout = self.attention.layout(batch)
         out = self.model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llm_kernels import native
 from llm_kernels.decoder import Decoder, Family, UnsupportedError, padded, refuse_sizes
 from llm_kernels.objects import load_object, source_digest
 from llm_kernels.packed import KINDS, Arithmetic, Format, Rows
@@ -184,34 +185,16 @@ class NativeSteps:
 
     def forward(self, batch: Batch, head_rows: Tensor) -> Tensor:
         """Logits float32 [head rows, vocabulary], after writing all KV. RuntimeError: an index is out of range."""
-        spans = batch.spans
-        width = max(len(span.blocks) for span in spans)
-        table = np.zeros((len(spans), width), np.int32)
-        for row, span in zip(table, spans, strict=True):
-            row[: len(span.blocks)] = span.blocks
-        start = np.array([*(span.first for span in spans), spans[-1].first + spans[-1].count], np.int32)
-        context = np.array([span.end for span in spans], np.int32)
+        table, start, context = native.lay_out(batch.spans)
         tokens, positions, slots = (t.numpy() for t in (batch.token_ids, batch.positions, batch.slot_mapping))
         heads = head_rows.numpy()
-        rows = len(tokens)
-        _check("token_ids", tokens, self.decoder.embedded)
-        _check("positions", positions, self._positions)
-        _check("slot_mapping", slots, self._blocks * self._block_size)
-        _check("block_table", table, self._blocks)
-        _check("head_rows", heads, rows)
-        for span in spans:
-            if span.end > len(span.blocks) * self._block_size or span.count < 1:
-                raise RuntimeError(f"block_table is too short for a context of {span.end}")
-        if start[-1] != rows:
-            raise RuntimeError(f"the spans hold {start[-1]} rows, the batch {rows}")
+        native.check_layout(table, context, slots, self._blocks, self._block_size)
+        native.check_range("token_ids", tokens, self.decoder.embedded)
+        native.check_range("positions", positions, self._positions)
+        native.check_range("head_rows", heads, len(tokens))
         logits = torch.empty(len(heads), self.decoder.family.vocabulary)
         self.decoder.forward(tokens, positions, slots, start, context, table, heads, logits.numpy())
         return logits
-
-
-def _check(name: str, values: NDArray[Any], end: int) -> None:
-    if values.size and not 0 <= int(values.min()) <= int(values.max()) < end:
-        raise RuntimeError(f"{name} must be from 0 to {end - 1}, got {int(values.min())} to {int(values.max())}")
 
 
 def put_unpacked(model: Any, steps: NativeSteps) -> None:

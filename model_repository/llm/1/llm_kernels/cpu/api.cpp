@@ -67,3 +67,46 @@ TOKENSTREAM_API void ts_rope_tables(const float* frequencies, std::int32_t count
       sin[static_cast<std::size_t>(p) * count + i] = a.sin;
     }
 }
+
+// One layer's attention for a model whose other parts are computed elsewhere. q, out: [rows][heads][dim]; k, v: [rows]
+// [kv_heads][dim]; sinks: [heads] or null. `step` needs no token ids, positions and head rows.
+struct Attention {
+  AttentionShape shape;
+  KVKind kv_kind;
+  const float* q;
+  const float* k;
+  const float* v;
+  const float* sinks;
+  void* key;
+  void* value;
+  float* out;
+};
+
+TOKENSTREAM_API Pool* ts_open_pool(std::int32_t threads) { return new Pool(threads); }
+TOKENSTREAM_API void ts_close_pool(Pool* pool) { delete pool; }
+
+template <class T>
+void attend_step(const Attention& a, const Step& s, Pool& pool) {
+  const AttentionShape& shape = a.shape;
+  const PagedKV<T> kv{static_cast<T*>(a.key), static_cast<T*>(a.value), s.block_table, s.table_stride};
+  const auto units = attention_units(shape, s.query_start, s.context, s.sequences);
+  const std::ptrdiff_t kv_width = shape.kv_heads * shape.dim, width = shape.heads * shape.dim;
+  Shares shares(pool.count());
+  Barrier barrier;
+  pool.run([&](int thread) {
+    const Range rows = share(s.rows, thread, pool.count());
+    for (int row = rows.begin; row < rows.end; ++row)
+      write_kv(kv, shape, s.slots[row], a.k + row * kv_width, a.v + row * kv_width);
+    barrier.wait(pool.count());
+    AttentionScratch scratch(shape);
+    for (int i; (i = shares.take(thread, static_cast<int>(units.size()))) >= 0;)
+      attend(scratch, shape, kv, units[i], a.q, width, a.sinks, a.out, width);
+  });
+}
+
+TOKENSTREAM_API void ts_attend(const Attention* a, const Step* s, Pool* pool) {
+  if (a->kv_kind == kFloatKV)
+    attend_step<float>(*a, *s, *pool);
+  else
+    attend_step<bf16>(*a, *s, *pool);
+}

@@ -406,7 +406,7 @@ class Worker {
   }
 
   void head() {
-    if (!s_.heads) return;
+    if (!s_.heads) return;  // of a part of a prompt
     const Inputs in = w_.normed->view(m_.hidden);
     const Range mine = share(s_.heads, thread_, w_.pool.count());
     for (int i = mine.begin; i < mine.end; ++i) {
