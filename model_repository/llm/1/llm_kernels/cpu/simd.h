@@ -436,8 +436,10 @@ inline Floats magnitude(Floats x) { return floats(bits(x) & all(0x7fffffff)); }
 inline Floats to_floats(Ints x) {
   return each<Floats>([&](int i) { return static_cast<float>(x.v[i]); });
 }
-inline Ints nearest(Floats x) {  // half to even, as the processors round by default
-  return each<Ints>([&](int i) { return static_cast<std::int32_t>(std::nearbyint(x.v[i])); });
+inline Ints nearest(Floats x) {  // half to even, as the processors round by default, and what does not fit to -2^31
+  return each<Ints>([&](int i) {
+    return std::fabs(x.v[i]) < 0x1p31f ? static_cast<std::int32_t>(std::nearbyint(x.v[i])) : INT32_MIN;
+  });
 }
 
 inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
