@@ -67,8 +67,8 @@ struct Key {
   std::int32_t low, high;
 
   Key(std::int64_t seed, std::int64_t position) {
-    const std::uint64_t step = 0x9e3779b97f4a7c15;
-    const std::uint64_t key = mixed(mixed(static_cast<std::uint64_t>(seed)) + (static_cast<std::uint64_t>(position) + 1) * step);
+    const std::uint64_t step = (static_cast<std::uint64_t>(position) + 1) * 0x9e3779b97f4a7c15;
+    const std::uint64_t key = mixed(mixed(static_cast<std::uint64_t>(seed)) + step);
     low = static_cast<std::int32_t>(key);
     high = static_cast<std::int32_t>(key >> 32);
   }
