@@ -6,6 +6,7 @@ It lays batches out for them, and keeps their KV cache. It does not know request
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,10 +64,7 @@ class NativeAttention:
         self._block_size = block_size
         library.ts_open_pool.restype = _void
         self._pool = _void(library.ts_open_pool(threads))
-
-    def __del__(self) -> None:
-        """End the threads."""
-        self._library.ts_close_pool(self._pool)
+        weakref.finalize(self, library.ts_close_pool, self._pool)  # its threads end with whoever held them
 
     def cache(self, slots: int, kv_heads: int, dim: int, dtype: torch.dtype) -> KVCache:
         """Zeros for `slots` tokens of one layer; see attention.h for their order."""

@@ -20,6 +20,13 @@
 
 namespace tokenstream {
 
+// Ends what a compiler may think of `x`: of sums in one chain g++ makes a tree, for which it has too few registers.
+#if defined(__AVX512F__)
+#define TOKENSTREAM_CHAIN(x) asm("" : "+v"(x))
+#else
+#define TOKENSTREAM_CHAIN(x) asm("" : "+x"(x))
+#endif
+
 constexpr int kLanes = 16;
 constexpr int kCacheLine = 64;  // bytes
 
@@ -154,6 +161,7 @@ struct Dot {
     } else {
       s = _mm512_add_epi32(s, _mm512_madd_epi16(_mm512_maddubs_epi16(w.v, a), _mm512_set1_epi16(1)));
     }
+    TOKENSTREAM_CHAIN(s);
   }
   Ints result() const { return {Bits == 4 ? _mm512_madd_epi16(s, _mm512_set1_epi16(1)) : s}; }
 };
@@ -324,6 +332,8 @@ struct Dot {
       a = _mm256_add_epi32(a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x), one));
       b = _mm256_add_epi32(b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, x), one));
     }
+    TOKENSTREAM_CHAIN(a);
+    TOKENSTREAM_CHAIN(b);
   }
   Ints result() const {
     const __m256i one = _mm256_set1_epi16(1);
@@ -536,6 +546,12 @@ inline Ints counting() {
 inline Floats load(const float* p, int count) {
   if (count >= kLanes) return load(p);
   float lane[kLanes] = {};
+  std::copy_n(p, count, lane);
+  return load(lane);
+}
+inline Ints load(const std::int32_t* p, int count) {
+  if (count >= kLanes) return load(p);
+  std::int32_t lane[kLanes] = {};
   std::copy_n(p, count, lane);
   return load(lane);
 }
