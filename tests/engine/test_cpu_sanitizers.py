@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,11 @@ import pytest
 
 from engine.cpu_objects import OBJECT
 from llm_kernels.compilers import FLAGS
-from llm_kernels.cpu_level import runnable
+from llm_kernels.cpu_level import Level, runnable
 from llm_kernels.objects import SOURCES
 
 HERE = Path(__file__).parent
-TESTED = [HERE / "test_cpu_linear.py", HERE / "test_cpu_decoder.py"]
-# Neither at -O3, nor with instructions that a wide register loads masked: these are what the sanitizers see least of.
+TESTED = [HERE / f"test_cpu_{name}.py" for name in ("linear", "decoder", "draw")]
 SANITIZED = ("-O1", "-g", "-shared", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
 LEVELS = [level for level in runnable() if level.name in ("generic", "x86-64-v3")]
 
@@ -27,9 +27,10 @@ def runtime(name: str) -> str:
 
 
 @pytest.mark.large
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++, whose sanitizers these are")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
-def test_no_sanitizer_reports_anything(level: object, tmp_path: Path) -> None:
+def test_no_sanitizer_reports_anything(level: Level, tmp_path: Path) -> None:
     made = tmp_path / "sanitized.so"
     flags = [flag for flag in (*FLAGS, *level.options) if not flag.startswith("-O")]
     subprocess.run(["g++", *flags, *SANITIZED, str(SOURCES / "api.cpp"), "-o", str(made)], check=True)
