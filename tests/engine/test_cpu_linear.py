@@ -1,4 +1,4 @@
-"""Linears of the CPU kernels: the same bits on every level, for any neighbours and threads, and those defined.
+"""Linears of the CPU kernels: the same bits on every level, for any company and threads, and those of the definition.
 
 The reference is written here in NumPy, from the words of `cpu/gemm.h` and `cpu/pack.h`, not from their code.
 """

@@ -62,7 +62,7 @@ def test_where_bitwise_is_declared_logits_do_not_depend_on_company_or_chunks(
 ) -> None:
     params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
     prompts = [tiny_models.prompt(length) for length in (80, 1, 17)]
-    alone, company = (driver.load(family, dtype, kernels=kernels, max_step_tokens=n) for n in (128, 22))
+    alone, company = (driver.load(family, dtype, kernels=kernels, max_step_tokens=n) for n in (128, 14))
     with serving(alone) as engine:
         exact = engine.info()["exact"]
         expected = driver.record_logits(engine)

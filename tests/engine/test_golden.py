@@ -105,7 +105,7 @@ def test_wrong_packed_weights_are_refused() -> None:
         golden.check(loaded, golden.reference(model, discover_attention(model, CPU).values(), ()))
 
 
-@pytest.mark.parametrize("values", [{"kv_tokens": 16}, {"kv_tokens": 40}, {"max_context": 5}, {"block_size": 60}])
+@pytest.mark.parametrize("values", [{"kv_tokens": 8}, {"kv_tokens": 40}, {"max_context": 5}, {"block_size": 60}])
 def test_a_small_cache_is_checked_with_what_fits(monkeypatch: pytest.MonkeyPatch, values: dict[str, int]) -> None:
     driver.load("llama", **values)
     monkeypatch.setattr(attention, "attention_forward", nothing_but_zeros)

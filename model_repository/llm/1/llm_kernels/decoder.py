@@ -46,12 +46,10 @@ class Tensors(Protocol):
         """A vector or table in float32; None if the checkpoint has none of this name."""
 
 
-def refuse_sizes(family: Family, block_size: int) -> None:
+def refuse_sizes(family: Family) -> None:
     """Raise UnsupportedError for sizes that the kernels do not take."""
     if family.dim > MAX_HEAD_DIM:
         raise UnsupportedError(f"the native kernels take heads of at most {MAX_HEAD_DIM}, not {family.dim}")
-    if block_size % LANES:
-        raise UnsupportedError(f"the native kernels take a block_size that {LANES} divides, not {block_size}")
 
 
 def padded(dim: int) -> int:
@@ -167,7 +165,7 @@ Choice = Callable[[Rows], tuple[Format, Arithmetic]]
 class Decoder:
     """A model whose steps the kernels compute.
 
-    `bfloat16_kv`: keys and values are kept in bfloat16, else float32. `slots` tokens of KV in blocks of `block_size`, a
+    `bfloat16_kv`: keys and values are kept in bfloat16, else float32. `slots` tokens of KV in blocks of `block_size`, best a
     multiple of 16. seconds: float64 [4], the time spent so far in each of PARTS. Raises UnsupportedError, and PackError
     naming a tensor.
     """
@@ -185,7 +183,7 @@ class Decoder:
         threads: int,
         bfloat16_kv: bool,
     ) -> None:
-        refuse_sizes(family, block_size)
+        refuse_sizes(family)
         self._library = library
         self._keep: list[Any] = []  # whatever the structures point to
         self._tensors = tensors

@@ -20,7 +20,7 @@ from llm_engine.attention import KVCache, Mask
 from llm_engine.batch import Batch, Span
 
 from .compiling import NativeUnavailableError
-from .decoder import LANES, MAX_HEAD_DIM, StepStruct, padded
+from .decoder import MAX_HEAD_DIM, StepStruct, padded
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _void = ctypes.c_void_p
@@ -44,7 +44,7 @@ class _Attention(ctypes.Structure):
     )
 
 
-def refuse(key_dim: int, value_dim: int, block_size: int, dtype: str) -> None:
+def refuse(key_dim: int, value_dim: int, dtype: str) -> None:
     """Raise NativeUnavailableError for an attention that the kernels do not take."""
     if dtype not in ("bfloat16", "float32"):
         raise NativeUnavailableError(f"they compute in bfloat16 or float32, and dtype is {dtype}")
@@ -52,8 +52,6 @@ def refuse(key_dim: int, value_dim: int, block_size: int, dtype: str) -> None:
         raise NativeUnavailableError(f"they take keys and values of one size, not {key_dim} and {value_dim}")
     if key_dim > MAX_HEAD_DIM:
         raise NativeUnavailableError(f"they take heads of at most {MAX_HEAD_DIM}, not {key_dim}")
-    if block_size % LANES:
-        raise NativeUnavailableError(f"they take a block_size that {LANES} divides, not {block_size}")
 
 
 class NativeAttention:

@@ -173,7 +173,7 @@ def _choose_kernels(
     config = resolve_dtype(config, device)
     try:
         for heads in shapes.values():
-            native.refuse(heads.key_dim, heads.value_dim, config.block_size, config.dtype)
+            native.refuse(heads.key_dim, heads.value_dim, config.dtype)
         library, _ = load_object(cache_folder())
     except NativeUnavailableError as error:
         if config.kernels == "native":

@@ -130,7 +130,7 @@ class Plan:
         """Plan for a family. Raises UnsupportedError, NativeUnavailableError and ConfigError."""
         if config.dtype == "float16":
             raise UnsupportedError("whole native steps do not compute in float16")
-        refuse_sizes(family, config.block_size)
+        refuse_sizes(family)
         library, level = load_object(cache_folder(), os.environ)
         tensors = _ModelTensors(model, family) if source is None else _SourceTensors(source, family)
         choice = make_choice(config, has_dpbf16=bool(library.ts_has_dpbf16()))
