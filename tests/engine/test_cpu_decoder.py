@@ -175,7 +175,7 @@ def step(
     for row, (_, _, table) in zip(tables, parts, strict=True):
         row[: len(table)] = table
     heads = np.arange(sum(lengths) if wanted else 0, dtype=np.int64)
-    logits = np.full((len(heads), made.family.vocabulary), np.nan, np.float32)
+    logits = np.full((len(heads), made.vocabulary), np.nan, np.float32)
     made.forward(
         np.array([t for tokens, _, _ in parts for t in tokens], np.int64),
         np.array([p for own in positions for p in own], np.int64),
