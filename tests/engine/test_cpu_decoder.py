@@ -276,7 +276,7 @@ FEW = ("llama", "mistral", "mistral of a wide window", "gemma2", "llama of one K
 @given(
     name=st.sampled_from(FEW),
     schedule=schedules(),
-    block_size=st.sampled_from([16, 32, 48]),
+    block_size=st.sampled_from([16, 32, 48, 1, 7, 20]),
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
