@@ -98,7 +98,6 @@ inline void prepare_row(const Inputs& in, int row, Arithmetic arithmetic) {
     const Floats broken = (low - low) + (high - high);     // 0, or NaN for what is not finite
     const float total = sum(to_floats(a + c) + broken);  // of integers below 2^12: exact
     const bool sound = total == total;
-    if (!sound) std::fill_n(q + b * kBlock, kBlock, std::int8_t{0});
     const int at = row * in.blocks() + b;
     in.scale[at] = sound ? most / 127.0f : total;
     in.total[at] = sound ? static_cast<std::int32_t>(total) : 0;

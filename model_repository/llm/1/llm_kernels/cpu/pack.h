@@ -157,8 +157,8 @@ inline void read_values(Kind kind, const std::uint8_t* row, int b, int count, fl
   }
 }
 
-// Round finite values to the nearest of the format's, between the smallest and the largest or, of int8, to both sides of
-// 0. The scale or the minimum is infinite where float16 does not reach so far.
+// Round finite values to the nearest of the format's, between the smallest and the largest or, of int8, to both sides
+// of 0. The scale or the minimum is infinite where float16 does not reach so far.
 inline Quants quantise(Format format, const float (&x)[kBlock]) {
   Quants s{};
   const auto [low, high] = std::minmax_element(x, x + kBlock);
