@@ -188,8 +188,8 @@ def modes(*dtypes: str) -> list[ParameterSet]:
 
 
 def config(dtype: str = "float32", **values: Any) -> EngineConfig:
-    """Settings for tiny models: 4 seats, steps of 64 tokens, 32 blocks of 16 tokens."""
-    defaults = {"max_sequences": 4, "max_step_tokens": 64, "block_size": 16, "kv_tokens": 512}
+    """Settings for tiny models: 4 seats, steps of 64 tokens, 64 blocks of 8 tokens."""
+    defaults = {"max_sequences": 4, "max_step_tokens": 64, "block_size": 8, "kv_tokens": 512}
     return EngineConfig(**{"model": "tiny", "dtype": dtype, "threads": 1, **defaults, **values})
 
 

@@ -60,7 +60,7 @@ def attach(model: Any, dtype: str = "float32", kernels: str = "auto") -> LoadedM
 def _particular(loaded: LoadedModel) -> str:
     try:
         for cache in loaded.caches:
-            native.refuse(cache.key.shape[2], cache.value.shape[-1], loaded.config.block_size, "float32")
+            native.refuse(cache.key.shape[2], cache.value.shape[-1], "float32")
     except NativeUnavailableError as error:
         return f"attention by PyTorch, not by the native kernels: {error}"
     return ""

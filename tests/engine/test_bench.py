@@ -14,6 +14,7 @@ import torch
 from engine import driver, tiny_models
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
+from llm_engine.loading import LoadedModel
 from llm_kernels.compiling import NativeUnavailableError
 from llm_tools import accuracy, bench
 from llm_tools.bench import QUICK, BenchError, Case, Measurement, Setup
@@ -101,11 +102,19 @@ def test_a_prefill_is_sampled_from_submit_to_first_token_over_all_its_steps() ->
     assert all(0 < s.model_seconds < s.seconds for s in samples)
 
 
+def break_norm(loaded: LoadedModel) -> None:
+    """Make every logit NaN."""
+    if loaded.steps is None:
+        model: Any = loaded.model
+        model.model.norm.weight[:] = float("nan")
+    else:
+        loaded.steps.decoder.norms["model.norm"][:] = float("nan")
+
+
 def test_a_request_that_fails_ends_the_measurement_with_its_reason() -> None:
     loaded = driver.load(kv_tokens=2048, prefix_cache=False)
     engine = Engine(config(), loaded)
-    model: Any = loaded.model
-    model.lm_head.weight[:] = float("nan")
+    break_norm(loaded)
     try:
         with pytest.raises(BenchError, match=r"0 of 4 steps were measured: the model computed NaN"):
             bench.run(engine, Case("decode", 1, 20), tiny_models.prompt(20), QUICK)
@@ -201,10 +210,9 @@ def test_an_injected_nan_is_counted() -> None:
     loaded = driver.load()
     ids = tiny_models.prompt(20)
     reference = accuracy.engine_logits(loaded, ids)
-    model: Any = loaded.model
-    model.lm_head.weight[7] = float("nan")
+    break_norm(loaded)
     found = accuracy.compare(reference, accuracy.engine_logits(loaded, ids), "float32", "torch")
-    assert (found.nan, found.inf, found.max_error) == (20, 0, None)
+    assert (found.nan, found.inf, found.max_error) == (20 * tiny_models.vocab_size(), 0, None)
 
 
 def test_positions_with_nan_or_inf_do_not_hide_the_errors_of_others() -> None:

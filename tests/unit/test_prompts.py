@@ -9,9 +9,11 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from chat_options import ChatOptions
-from llm_engine.request import RequestError
+from llm_engine.request import Code, RequestError
 from messages import read_messages
 from prompts import PromptEncoder
 from unit.chat_tokenizers import CHATML, PARTS, TOOLS, byte_level, unigram
@@ -253,3 +255,13 @@ def test_any_thread_may_encode_beside_others() -> None:
     alone = [asked.messages("messages", chat, NOW) for chat in chats]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda chat: asked.messages("messages", chat, NOW), chats)) == alone
+
+
+def test_a_word_that_a_vocabulary_of_words_lacks_is_the_requests_own_fault() -> None:
+    words = Tokenizer(models.WordLevel({"one": 0, "two": 1}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens = encoder(transformers.PreTrainedTokenizerFast(tokenizer_object=words))
+    assert tokens.text("text_input", "two one") == [1, 0]
+    with pytest.raises(RequestError, match=r"text_input cannot be encoded by this model's tokenizer: .*UNK") as refused:
+        tokens.text("text_input", "one three")
+    assert refused.value.code is Code.INVALID_ARG

@@ -10,11 +10,23 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from engine import cpu_objects
+from llm_engine import sampling
+from llm_engine.numerics import _mix64
 from llm_engine.request import SamplingParams
-from llm_engine.sampling import Sampler, _mix64
+from llm_engine.sampling import Sampler
+from llm_kernels.draws import NativeNumerics
 from unit.sampler_seats import CPU, GREEDY, admit, draws, sample, warped
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "numerics")
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def numerics(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes the draws of every Sampler here: torch, and then the kernels."""
+    if request.param == "kernels":
+        native = NativeNumerics(cpu_objects.best(), threads=1)
+        monkeypatch.setattr(sampling, "Numerics", lambda: native)
 
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:

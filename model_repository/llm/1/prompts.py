@@ -106,6 +106,15 @@ class PromptEncoder:
             raise RequestError(f"{field} has {len(text)} characters, more than {self._max_context} tokens can hold")
         if not is_unicode(text):
             raise RequestError(f"{field} holds half of a surrogate pair, which is no character")
+        try:
+            return self._tokenized(text, spelt, special=special, fits=fits)
+        except RequestError:
+            raise
+        except Exception as error:  # tokenizers has no narrower: a vocabulary of words may lack one, and any other
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RequestError(f"{field} cannot be encoded by this model's tokenizer: {reason}") from error
+
+    def _tokenized(self, text: str, spelt: Sequence[Span], *, special: bool, fits: bool) -> list[int]:
         if spelt:
             return self._controls.encode(text, spelt, special=special)
         if self._backend is not None:

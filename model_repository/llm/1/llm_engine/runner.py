@@ -63,7 +63,8 @@ class Runner:
         seats = loaded.config.max_sequences
         self._last_token = torch.zeros(seats, dtype=torch.int64, device=loaded.device)
         self._builder = BatchBuilder(loaded.config.block_size, loaded.scratch_slot, self._last_token)
-        self._sampler = Sampler(seats, loaded.vocab_size, loaded.device)
+        numerics = None if loaded.steps is None else loaded.steps.numerics
+        self._sampler = Sampler(seats, loaded.vocab_size, loaded.device, numerics)
 
     def admit(self, request: Request) -> None:
         """Write the state of the seat that `request` has just been given."""

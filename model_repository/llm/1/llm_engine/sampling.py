@@ -8,13 +8,14 @@ never waits for the device. The module does not know what a token means, nor whe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .numerics import Numerics, signed
 from .rules import RuleList, Rules, put, to_device
 
 if TYPE_CHECKING:
@@ -68,25 +69,17 @@ class _Wants:
 _IDENTITY = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
 
-def row_max(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row [R, V] and its place [R]. NaN wins, and of equals the first."""
-    peak, place = scores.max(dim=-1)  # not argmax: on CPU max is six times faster in bfloat16
-    return peak, place
-
-
 class Sampler:
     """Sampling state of `seats` seats over a vocabulary of `vocab_size` tokens, on `device`.
 
     `admit` fills a seat from a request, resumed or preempted ones included; `sample` draws for any of the seats. Of
     all token ids only those of prompts may reach beyond the vocabulary, where an embedding has more rows than the head.
-    Tables for penalties and rules are made when the first request wants them. `row_max` finds each row's largest.
+    Tables for penalties and rules are made when the first request wants them. `numerics` has the floating point.
     """
 
-    def __init__(
-        self, seats: int, vocab_size: int, device: torch.device, row_max: Callable[..., tuple[Tensor, Tensor]] = row_max
-    ) -> None:
+    def __init__(self, seats: int, vocab_size: int, device: torch.device, numerics: Numerics | None = None) -> None:
         self._vocab_size = vocab_size
-        self._row_max = row_max
+        self._numerics = numerics or Numerics()
         self._device = device
         self._wants = [_Wants()] * seats
         self._real = torch.tensor([_IDENTITY] * seats, dtype=torch.float32, device=device)
@@ -122,7 +115,7 @@ class Sampler:
         )
         self._wants[seat] = wants
         put(self._real[seat], torch.tensor([temperature, params.top_p, params.min_p, *penalties], dtype=torch.float32))
-        self._seed[seat] = _signed(request.seed)
+        self._seed[seat] = signed(request.seed)
         self._top_k[seat] = wants.top_k
         self._rules.admit(seat, rules, request.tokens)
         if wants.penalties:
@@ -136,12 +129,12 @@ class Sampler:
         answer. Greedy ties go to the lowest id.
         """
         wants = [self._wants[seat] for seat in seats]
-        peak, tokens = self._row_max(logits)
+        peak, tokens = self._numerics.row_max(logits)
         shaped = [row for row, w in enumerate(wants) if w.rules or w.penalties]
         if shaped:  # only these rows pay for it
             at = self._rows(shaped)
             scores = self._shape(logits[at].float(), [seats[r] for r in shaped], seat_index[at], positions[at])
-            best, places = self._row_max(scores)
+            best, places = self._numerics.row_max(scores)
             peak, tokens = peak.float().index_copy(0, at, best), tokens.index_copy(0, at, places)
         place = {row: i for i, row in enumerate(shaped)}
         for narrow, own in itertools.product((False, True), repeat=2):
@@ -154,7 +147,7 @@ class Sampler:
                 drawn = self._draw(source, peak[at], seat_index[at], positions[at], [wants[r] for r in rows])
                 tokens = tokens.index_copy(0, at, drawn)
         asked = [w.logprobs for w in wants if w.logprobs is not None]
-        sampled = Sampled(tokens, ~peak.isfinite(), _logprobs(logits, tokens, max(asked)) if asked else None)
+        sampled = Sampled(tokens, ~peak.isfinite(), self._logprobs(logits, tokens, max(asked)) if asked else None)
         self._note(wants, seat_index, tokens)  # last, so that rows may be drawn again if anything fails before
         return sampled
 
@@ -187,13 +180,9 @@ class Sampler:
     def _draw(
         self, scores: Tensor, peak: Tensor, seat_index: Tensor, positions: Tensor, wants: Sequence[_Wants]
     ) -> Tensor:
-        """Draw one token per row, of rows that all draw and that all want top-k or all do not: int64 [n].
-
-        The largest of log weight + Gumbel noise is the largest of weight / exponential noise, with one logarithm less.
-        """
+        """Draw one token per row, of rows that all draw and that all want top-k or all do not: int64 [n]."""
         temperature, top_p, min_p = self._real[seat_index, :3, None].unbind(dim=1)
-        weights = (scores.float() - peak[:, None]).div_(temperature).exp_()  # the likeliest weighs exactly 1
-        weights.nan_to_num_(nan=0.0)  # a bad row's bits must not become an index
+        weights = self._numerics.weights(scores, peak, temperature.squeeze(1))
         ids = None
         if k := max(w.top_k for w in wants):
             weights, ids = _largest(weights, k)
@@ -204,9 +193,8 @@ class Sampler:
         if any(w.top_p for w in wants):  # as in vLLM, of what min-p and top-k leave
             kept = _nucleus(weights, top_p) if ids is None else _nucleus_of_sorted(weights, top_p)
             weights = weights.masked_fill(~kept & (top_p < 1.0), 0.0)
-        noise = _exponential(self._seed[seat_index], positions, self._ids if ids is None else ids.int())
-        best = weights.div_(noise).max(dim=-1, keepdim=True).indices
-        return (best if ids is None else ids.gather(1, best)).squeeze(1)
+        place = self._numerics.race(weights, self._seed[seat_index], positions, self._ids if ids is None else ids.int())
+        return place if ids is None else ids.gather(1, place[:, None]).squeeze(1)
 
     def _penalise(self, scores: Tensor, seat_index: Tensor) -> Tensor:
         """Apply the repetition penalty (arXiv 1909.05858) over prompt and answer, then OpenAI's two over the answer."""
@@ -235,6 +223,13 @@ class Sampler:
     def _add_drawn(self, seat_index: Tensor, tokens: Tensor) -> None:
         flat = self._occurrences()[1].view(-1)
         flat.scatter_add_(0, seat_index * self._vocab_size + tokens, torch.ones_like(tokens, dtype=torch.int32))
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
+        raw = logits.float()
+        ids = torch.cat([tokens[:, None], _largest(raw, min(k, raw.shape[1]))[1]], dim=1)
+        rank = (raw > raw.gather(1, ids[:, :1])).sum(dim=1) + 1
+        logprobs = self._numerics.logprobs(raw, ids)
+        return Logprobs(logprobs[:, 0], rank, ids[:, 1:], logprobs[:, 1:])
 
 
 def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -289,43 +284,3 @@ def _cut(digits: Tensor, units: Tensor, missing: Tensor) -> tuple[Tensor, Tensor
     total = up_to[:, -1:]
     digit = torch.searchsorted(up_to, total - missing, right=True)
     return digit, missing - (total - up_to.gather(1, digit))
-
-
-def _exponential(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Return exponential noise of (seed, position, token id): float32 [n, m], ids int32 [m] or [n, m].
-
-    A key of 64 bits per row, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014), enters `lowbias32` (Wellons,
-    hash-prospector) over the ids, its halves before and inside. The uniform is (31 bits + 1/2) / 2^31, precise towards
-    0, where noise is small and wins: a token more than 26 nats below the likeliest is never drawn.
-    """
-    key = _mix64(_mix64(seed) + (positions + 1) * _signed(0x9E3779B97F4A7C15))
-    low, high = key.view(torch.int32).view(-1, 2, 1).unbind(dim=1)
-    h = (ids * _signed(0x9E3779B1, 32)) ^ low
-    h ^= (h >> 16).bitwise_and_(0xFFFF)
-    h *= 0x7FEB352D
-    h ^= (h >> 15).bitwise_and_(0x1FFFF)
-    h += high
-    h *= _signed(0x846CA68B, 32)
-    h ^= (h >> 16).bitwise_and_(0xFFFF)
-    uniform = h.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_()
-
-
-def _mix64(x: Tensor) -> Tensor:
-    # >> is arithmetic on int64, so each shift masks the copies of the sign.
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
-    return x ^ ((x >> 31) & (2**33 - 1))
-
-
-def _signed(value: int, bits: int = 64) -> int:
-    return value - 2**bits if value >= 2 ** (bits - 1) else value
-
-
-def _logprobs(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    raw = logits.float()
-    logprobs = raw.log_softmax(dim=-1)
-    chosen = tokens[:, None]
-    rank = (raw > raw.gather(1, chosen)).sum(dim=1) + 1
-    _, ids = _largest(raw, min(k, raw.shape[1]))
-    return Logprobs(logprobs.gather(1, chosen).squeeze(1), rank, ids, logprobs.gather(1, ids))

@@ -8,6 +8,7 @@ requests. The structures are those of `cpu/decoder.h`.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -45,17 +46,20 @@ class Tensors(Protocol):
         """A vector or table in float32; None if the checkpoint has none of this name."""
 
 
-def refuse_sizes(family: Family, block_size: int) -> None:
+def refuse_sizes(family: Family) -> None:
     """Raise UnsupportedError for sizes that the kernels do not take."""
     if family.dim > MAX_HEAD_DIM:
         raise UnsupportedError(f"the native kernels take heads of at most {MAX_HEAD_DIM}, not {family.dim}")
-    if block_size % LANES:
-        raise UnsupportedError(f"the native kernels take a block_size that {LANES} divides, not {block_size}")
 
 
 def padded(dim: int) -> int:
     """Numbers of a head's values in the KV cache."""
     return -(-dim // LANES) * LANES
+
+
+def _expect(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if tuple(found) != wanted:
+        raise UnsupportedError(f"{name} is {list(found)}, and the native kernels expect {list(wanted)}")
 
 
 class _Norm(ctypes.Structure):
@@ -141,7 +145,6 @@ class Family:
     heads: int
     kv_heads: int
     dim: int
-    vocabulary: int
     eps: float
     scale: float
     ropes: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -162,7 +165,7 @@ Choice = Callable[[Rows], tuple[Format, Arithmetic]]
 class Decoder:
     """A model whose steps the kernels compute.
 
-    `bfloat16_kv`: keys and values are kept in bfloat16, else float32. `slots` tokens of KV in blocks of `block_size`, a
+    `bfloat16_kv`: keys and values are kept in bfloat16, else float32. `slots` tokens of KV in blocks of `block_size`, best a
     multiple of 16. seconds: float64 [4], the time spent so far in each of PARTS. Raises UnsupportedError, and PackError
     naming a tensor.
     """
@@ -180,14 +183,12 @@ class Decoder:
         threads: int,
         bfloat16_kv: bool,
     ) -> None:
-        self._workspace = _void(None)
-        refuse_sizes(family, block_size)
+        refuse_sizes(family)
         self._library = library
         self._keep: list[Any] = []  # whatever the structures point to
         self._tensors = tensors
         self._choice = choice
         self.family = family
-        self.slots = slots
         self.weight_bytes = 0  # of all weights
         self.linear_bytes = 0  # and numbers: of those that every step multiplies, the head's included
         self.linear_parameters = 0
@@ -196,6 +197,7 @@ class Decoder:
         self.norms: dict[str, NDArray[np.float32]] = {}  # what each norm multiplies by, by name
         self._packed: dict[str, PackedWeight] = {}
         self._rounded: set[str] = set()
+        self._inner = 0  # width between up and down
         tables = {name: self._rope(frequencies, positions) for name, frequencies in family.ropes.items()}
         kv_type = np.dtype(np.uint16 if bfloat16_kv else np.float32)
         width = padded(family.dim)
@@ -209,25 +211,21 @@ class Decoder:
             self.kv_bytes += sum(sizes) * kv_type.itemsize
         self._layers = layers
         embedding = self._weight(family.embedding)
+        _expect(f"{family.embedding}.weight", (embedding.struct.depth,), (family.hidden,))
+        self.vocabulary = self._weight(family.head).struct.columns  # logits of a row
+        head = self._linear((family.head,), self.vocabulary, family.hidden)
         rotary = 2 * max((len(f) for f in family.ropes.values()), default=0)
+        if rotary > family.dim or any(2 * len(f) != rotary for f in family.ropes.values()):
+            raise UnsupportedError(f"the native kernels rotate one number of at most {family.dim} dimensions")
         self._model = _Model(
             ctypes.cast(layers, ctypes.POINTER(_Layer)), len(layers), family.hidden, family.heads, family.kv_heads,
             family.dim, rotary, block_size, int(family.layer_norm), ("silu", "gelu_tanh").index(family.activation),
             int(bfloat16_kv), family.eps, family.scale, family.softcap, family.final_softcap, family.embedding_scale,
-            embedding.struct, self._vector(family.positions), self._norm(family.norm), self._linear((family.head,)),
+            embedding.struct, self._position_table(positions), self._norm(family.norm, family.hidden), head,
         )  # fmt: skip
         library.ts_open.restype = _void
         self._workspace = _void(library.ts_open(ctypes.byref(self._model), threads))
-
-    def close(self) -> None:
-        """End the threads. No step may follow."""
-        workspace, self._workspace = self._workspace, _void(None)
-        if workspace:
-            self._library.ts_close(workspace)
-
-    def __del__(self) -> None:
-        """End the threads with whoever held them."""
-        self.close()
+        weakref.finalize(self, library.ts_close, self._workspace)  # its threads end with whoever held them
 
     @property
     def embedded(self) -> int:
@@ -275,18 +273,27 @@ class Decoder:
                 yield name, np.concatenate([w.columns(self._library, 0, w.struct.columns) for w in weights])
 
     def _fill(self, layer: _Layer, names: LayerNames, tables: Mapping[str, tuple[int, int]]) -> None:
-        for name in ("input_norm", "q_norm", "k_norm", "after_attention", "post_norm", "after_mlp"):
-            setattr(layer, name, self._norm(getattr(names, name)))
-        layer.qkv = self._linear(names.qkv)
-        layer.o = self._linear((names.o,))
+        f = self.family
+        attended = f.heads * f.dim
+        for name in ("input_norm", "after_attention", "post_norm", "after_mlp"):
+            setattr(layer, name, self._norm(getattr(names, name), f.hidden))
+        for name in ("q_norm", "k_norm"):
+            setattr(layer, name, self._norm(getattr(names, name), f.dim))
+        layer.qkv = self._linear(names.qkv, attended + 2 * f.kv_heads * f.dim, f.hidden)
+        layer.o = self._linear((names.o,), f.hidden, attended)
+        inner = self._tensors.rows(names.down + ".weight").depth
+        if self._inner not in (0, inner):
+            raise UnsupportedError(f"the native kernels take layers of one width, and {names.down} takes {inner}")
+        self._inner = inner
         if names.gate_up:
-            half = self._tensors.rows(names.gate_up + ".weight").data.shape[0] // 2
-            layer.gate, layer.up = (self._linear((names.gate_up,), slice(first, first + half)) for first in (0, half))
+            layer.gate, layer.up = (
+                self._linear((names.gate_up,), inner, f.hidden, slice(first, first + inner)) for first in (0, inner)
+            )
         else:
             if names.gate:
-                layer.gate = self._linear((names.gate,))
-            layer.up = self._linear((names.up,))
-        layer.down = self._linear((names.down,))
+                layer.gate = self._linear((names.gate,), inner, f.hidden)
+            layer.up = self._linear((names.up,), inner, f.hidden)
+        layer.down = self._linear((names.down,), f.hidden, inner)
         if names.rope:
             layer.cos, layer.sin = tables[names.rope]
         layer.window = names.window
@@ -300,19 +307,24 @@ class Decoder:
         cos, sin = (self._pointer(table) for table in tables)
         return cos, sin
 
-    def _linear(self, names: Sequence[str], part: slice | None = None) -> _Linear:
+    def _linear(self, names: Sequence[str], columns: int, depth: int, part: slice | None = None) -> _Linear:
         linear = _Linear(parts=len(names))
         for i, name in enumerate(names):
             weight = self._weight(name, part)
             linear.part[i] = weight.struct
-            self.linear_bytes += weight.memory.nbytes
-            self.linear_parameters += weight.struct.columns * weight.struct.depth
+            numbers = weight.struct.columns * weight.struct.depth
+            self.linear_bytes += int(numbers * weight.format.bits / 8)
+            self.linear_parameters += numbers
+        found = [linear.part[i].columns for i in range(len(names))]
+        for name, weight in zip(names, linear.part, strict=False):
+            _expect(f"{name}.weight", (sum(found), weight.depth), (columns, depth))
         biases = [self._tensors.vector(name + ".bias") for name in names]
         if any(bias is not None for bias in biases):
-            columns = [linear.part[i].columns for i in range(len(names))]
-            whole = [np.zeros(n, np.float32) if b is None else b for b, n in zip(biases, columns, strict=True)]
+            whole = [np.zeros(n, np.float32) if b is None else b for b, n in zip(biases, found, strict=True)]
             bias = np.concatenate(whole)
-            linear.bias = self._pointer(np.ascontiguousarray(bias if part is None else bias[part], np.float32))
+            bias = np.ascontiguousarray(bias if part is None else bias[part], np.float32)
+            _expect(f"{names[0]}.bias", bias.shape, (columns,))
+            linear.bias = self._pointer(bias)
         return linear
 
     def _weight(self, name: str, part: slice | None = None) -> PackedWeight:
@@ -334,19 +346,38 @@ class Decoder:
             self.formats.add((weight_format, arithmetic))
         return self._packed[key]
 
-    def _norm(self, name: str) -> _Norm:
+    def _norm(self, name: str, width: int) -> _Norm:
         if not name:
             return _Norm(None, None)
-        weight = self._tensors.vector(name + ".weight")
+        weight = self._vector(name + ".weight", (width,))
         if weight is None:
             raise UnsupportedError(f"the checkpoint has no tensor {name}.weight")
-        shifted = np.ascontiguousarray(weight + np.float32(self.family.norm_offset), np.float32)
-        self.norms[name] = shifted
-        return _Norm(self._pointer(shifted), self._vector(name + ".bias", whole=True))
+        self.norms[name] = weight
+        weight += np.float32(self.family.norm_offset)
+        bias = self._vector(name + ".bias", (width,))
+        return _Norm(weight.ctypes.data, None if bias is None else bias.ctypes.data)
 
-    def _vector(self, name: str, *, whole: bool = False) -> int | None:
-        found = self._tensors.vector(name if whole else name + ".weight") if name else None
-        return None if found is None else self._pointer(np.ascontiguousarray(found, np.float32))
+    def _vector(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
+        """A copy that lives as long as the decoder; None if there is no such tensor."""
+        found = self._tensors.vector(name)
+        if found is None:
+            return None
+        _expect(name, found.shape, shape)
+        copied = np.array(found, np.float32, order="C")
+        self._keep.append(copied)
+        return copied
+
+    def _position_table(self, positions: int) -> int | None:
+        """Learned positions, if the family has them."""
+        name = self.family.positions + ".weight"
+        if not self.family.positions:
+            return None
+        found = self._tensors.vector(name)
+        rows = 0 if found is None else len(found)
+        if rows < positions:
+            raise UnsupportedError(f"{name} has {rows} positions, and {positions} are asked for")
+        table = self._vector(name, (rows, self.family.hidden))
+        return None if table is None else int(table.ctypes.data)
 
     def _pointer(self, array: NDArray[Any]) -> int:
         self._keep.append(array)

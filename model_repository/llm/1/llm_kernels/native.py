@@ -6,6 +6,7 @@ It lays batches out for them, and keeps their KV cache. It does not know request
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from llm_engine.attention import KVCache, Mask
 from llm_engine.batch import Batch, Span
 
 from .compiling import NativeUnavailableError
-from .decoder import LANES, MAX_HEAD_DIM, StepStruct, padded
+from .decoder import MAX_HEAD_DIM, StepStruct, padded
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _void = ctypes.c_void_p
@@ -43,7 +44,7 @@ class _Attention(ctypes.Structure):
     )
 
 
-def refuse(key_dim: int, value_dim: int, block_size: int, dtype: str) -> None:
+def refuse(key_dim: int, value_dim: int, dtype: str) -> None:
     """Raise NativeUnavailableError for an attention that the kernels do not take."""
     if dtype not in ("bfloat16", "float32"):
         raise NativeUnavailableError(f"they compute in bfloat16 or float32, and dtype is {dtype}")
@@ -51,8 +52,6 @@ def refuse(key_dim: int, value_dim: int, block_size: int, dtype: str) -> None:
         raise NativeUnavailableError(f"they take keys and values of one size, not {key_dim} and {value_dim}")
     if key_dim > MAX_HEAD_DIM:
         raise NativeUnavailableError(f"they take heads of at most {MAX_HEAD_DIM}, not {key_dim}")
-    if block_size % LANES:
-        raise NativeUnavailableError(f"they take a block_size that {LANES} divides, not {block_size}")
 
 
 class NativeAttention:
@@ -63,10 +62,7 @@ class NativeAttention:
         self._block_size = block_size
         library.ts_open_pool.restype = _void
         self._pool = _void(library.ts_open_pool(threads))
-
-    def __del__(self) -> None:
-        """End the threads."""
-        self._library.ts_close_pool(self._pool)
+        weakref.finalize(self, library.ts_close_pool, self._pool)  # its threads end with whoever held them
 
     def cache(self, slots: int, kv_heads: int, dim: int, dtype: torch.dtype) -> KVCache:
         """Zeros for `slots` tokens of one layer; see attention.h for their order."""

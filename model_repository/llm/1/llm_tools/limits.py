@@ -100,11 +100,11 @@ class Work:
 def _work_of_steps(steps: NativeSteps, head: int) -> Work:
     family, decoder = steps.decoder.family, steps.decoder
     width = family.heads * family.dim
-    per_token = decoder.kv_bytes // decoder.slots // len(family.layers)
+    per_token = 2 * family.kv_heads * family.dim * (2 if steps.kv_dtype == "bfloat16" else 4)
     return Work(
         linear_parameters=decoder.linear_parameters - head,
         head_parameters=head,
-        weight_bytes=decoder.linear_bytes,
+        weight_bytes=decoder.linear_bytes + sum(norm.nbytes for norm in decoder.norms.values()),
         attention=tuple(AttentionWork(width, per_token, layer.window or None) for layer in family.layers),
     )
 

@@ -124,6 +124,8 @@ def _pack(plan: Plan, config: EngineConfig, model: Any) -> NativeSteps:
         steps = plan.steps(config)
     except PackError as error:
         raise ConfigError(f"weight {error}; fetch the model again, or choose another weight_format") from None
+    except UnsupportedError as error:
+        raise ConfigError(f"{error}; set the parameter 'kernels' to torch for this model") from None
     put_unpacked(model, steps)
     return steps
 
@@ -171,7 +173,7 @@ def _choose_kernels(
     config = resolve_dtype(config, device)
     try:
         for heads in shapes.values():
-            native.refuse(heads.key_dim, heads.value_dim, config.block_size, config.dtype)
+            native.refuse(heads.key_dim, heads.value_dim, config.dtype)
         library, _ = load_object(cache_folder())
     except NativeUnavailableError as error:
         if config.kernels == "native":

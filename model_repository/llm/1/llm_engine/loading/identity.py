@@ -122,8 +122,7 @@ def digest_of_model(weights: str, loaded: LoadedModel) -> str:
 def name_arithmetic(config: EngineConfig, device: torch.device, steps: NativeSteps | None = None) -> str:
     """Name everything that decides which bits come out of the same numbers, so that equal names mean equal bits.
 
-    `steps`: native kernels compute all but the sampling. Their results depend on no number of threads; those of torch's
-    linears may.
+    `steps`: native kernels compute all. Their results depend on no number of threads; those of torch's linears may.
     """
     import transformers
 
@@ -134,7 +133,8 @@ def name_arithmetic(config: EngineConfig, device: torch.device, steps: NativeSte
         return f"{_layers(transformers.__version__)}, attention {_TORCH_ATTENTION}, {sampling}, on {chip}"
     processor = f"on {machine.vendor()} {torch.backends.cpu.get_cpu_capability()}"
     if steps is not None:
-        return f"{steps.name()}, torch {torch.__version__}, {sampling}, {processor}"
+        processors = f", {processor}" if "dpbf16" in steps.arithmetic else ""  # the others are the same on all
+        return f"{steps.name()}, {sampling}{processors}"
     kernels = f"native {source_digest()[:12]}" if config.kernels == "native" else f"attention {_TORCH_ATTENTION}"
     instructions = digest_of({k: v for k, v in torch.cpu.get_capabilities().items() if isinstance(v, bool)})[:8]
     layers = f"{_layers(transformers.__version__)} of {config.threads} threads"

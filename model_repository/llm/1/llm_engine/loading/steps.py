@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llm_kernels import native
 from llm_kernels.decoder import Decoder, Family, UnsupportedError, padded, refuse_sizes
+from llm_kernels.draws import NativeNumerics
 from llm_kernels.objects import load_object, source_digest
 from llm_kernels.packed import KINDS, Arithmetic, Format, Rows
 from llm_tools.sources import TensorSource
@@ -129,7 +130,7 @@ class Plan:
         """Plan for a family. Raises UnsupportedError, NativeUnavailableError and ConfigError."""
         if config.dtype == "float16":
             raise UnsupportedError("whole native steps do not compute in float16")
-        refuse_sizes(family, config.block_size)
+        refuse_sizes(family)
         library, level = load_object(cache_folder(), os.environ)
         tensors = _ModelTensors(model, family) if source is None else _SourceTensors(source, family)
         choice = make_choice(config, has_dpbf16=bool(library.ts_has_dpbf16()))
@@ -156,14 +157,16 @@ class Plan:
             threads=config.threads,
             bfloat16_kv=self.bfloat16_kv,
         )
-        return NativeSteps(decoder, config, "bfloat16" if self.bfloat16_kv else "float32")
+        numerics = NativeNumerics(self.library, config.threads)
+        return NativeSteps(decoder, numerics, config, "bfloat16" if self.bfloat16_kv else "float32")
 
 
 class NativeSteps:
-    """A model in the kernels' form. `kv_dtype` names how keys and values are kept."""
+    """A model in the kernels' form, and what draws of its logits. `kv_dtype` names how keys and values are kept."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, kv_dtype: str) -> None:
+    def __init__(self, decoder: Decoder, numerics: NativeNumerics, config: EngineConfig, kv_dtype: str) -> None:
         self.decoder = decoder
+        self.numerics = numerics
         self.kv_dtype = kv_dtype
         self._block_size = config.block_size
         self._blocks = config.kv_tokens // config.block_size
@@ -192,7 +195,7 @@ class NativeSteps:
         native.check_range("token_ids", tokens, self.decoder.embedded)
         native.check_range("positions", positions, self._positions)
         native.check_range("head_rows", heads, len(tokens))
-        logits = torch.empty(len(heads), self.decoder.family.vocabulary)
+        logits = torch.empty(len(heads), self.decoder.vocabulary)
         self.decoder.forward(tokens, positions, slots, start, context, table, heads, logits.numpy())
         return logits
 

@@ -1,5 +1,6 @@
 // The kernels as C functions, called by ctypes: pointers, sizes and structs. Callers check what they hand over.
 #include "decoder.h"
+#include "draw.h"
 #include "pack.h"
 #include "rope.h"
 
@@ -109,4 +110,70 @@ TOKENSTREAM_API void ts_attend(const Attention* a, const Step* s, Pool* pool) {
     attend_step<float>(*a, *s, *pool);
   else
     attend_step<bf16>(*a, *s, *pool);
+}
+
+// What follows is of sampling: `rows` rows of `count` numbers, at least one; see draw.h. stride: from one row's first
+// number to the next's. Rows without one lie without gaps.
+
+namespace {
+
+// of_row(row) for every row, on the pool's threads if each has enough to do to be worth waking.
+template <class F>
+void for_rows(Pool* pool, int rows, int count, F of_row) {
+  constexpr std::int64_t enough = 1 << 19;  // numbers, of some tenths of a millisecond
+  const int threads = pool->count();
+  if (threads == 1 || std::int64_t{rows} * count < threads * enough) {
+    for (int r = 0; r < rows; ++r) of_row(r);
+    return;
+  }
+  Shares shares(threads);
+  pool->run([&](int thread) {
+    for (int r = shares.take(thread, rows); r >= 0; r = shares.take(thread, rows)) of_row(r);
+  });
+}
+
+}  // namespace
+
+TOKENSTREAM_API void ts_row_max(Pool* pool, std::int32_t rows, std::int32_t count, const float* scores,
+                                std::int32_t stride, float* highest, std::int64_t* places) {
+  for_rows(pool, rows, count, [&](int r) {
+    const First first = row_max(scores + std::ptrdiff_t{r} * stride, count);
+    highest[r] = first.value;
+    places[r] = first.place;
+  });
+}
+
+TOKENSTREAM_API void ts_weights(Pool* pool, std::int32_t rows, std::int32_t count, const float* scores,
+                                std::int32_t stride, const float* highest, const float* temperature, float* weights) {
+  for_rows(pool, rows, count, [&](int r) {
+    weigh(scores + std::ptrdiff_t{r} * stride, count, highest[r], temperature[r], weights + std::ptrdiff_t{r} * count);
+  });
+}
+
+// id_stride: that of `ids`, 0 where all rows have the same.
+TOKENSTREAM_API void ts_race(Pool* pool, std::int32_t rows, std::int32_t count, const float* weights,
+                             const std::int64_t* seeds, const std::int64_t* positions, const std::int32_t* ids,
+                             std::int32_t id_stride, std::int64_t* places) {
+  for_rows(pool, rows, count, [&](int r) {
+    places[r] = race(weights + std::ptrdiff_t{r} * count, ids + std::ptrdiff_t{r} * id_stride, count,
+                     Key(seeds[r], positions[r]));
+  });
+}
+
+// The noise of `ts_race` alone, for tests.
+TOKENSTREAM_API void ts_noise(std::int32_t rows, std::int32_t count, const std::int64_t* seeds,
+                              const std::int64_t* positions, const std::int32_t* ids, float* noise) {
+  for (int r = 0; r < rows; ++r)
+    for (int i = 0; i < count; i += kLanes)
+      store(noise + std::ptrdiff_t{r} * count + i, exponential(Key(seeds[r], positions[r]), load(ids + i, count - i)),
+            count - i);
+}
+
+// ids [rows][wanted], logprobs the same.
+TOKENSTREAM_API void ts_logprobs(Pool* pool, std::int32_t rows, std::int32_t count, const float* logits,
+                                 std::int32_t stride, std::int32_t wanted, const std::int64_t* ids, float* logprobs) {
+  for_rows(pool, rows, count, [&](int r) {
+    log_softmax(logits + std::ptrdiff_t{r} * stride, count, ids + std::ptrdiff_t{r} * wanted, wanted,
+                logprobs + std::ptrdiff_t{r} * wanted);
+  });
 }

@@ -1,6 +1,6 @@
 // Paged attention in float32 over a KV cache of float32 or bf16: prefill and decode are one kernel.
 //
-//     keys    [blocks][kv_heads][dim][block_size]      a block's keys lie in lanes, so that nothing is copied
+//     keys    [blocks][kv_heads][dim][block_size]      in lanes, so that nothing is copied if 16 divides block_size
 //     values  [blocks][block_size][kv_heads][width]    width: dim, rounded up to lanes
 //
 // A score is one chain of fused multiply-adds over the head's dimensions, a value's sum one over the keys from the
@@ -29,12 +29,13 @@ constexpr float kNoPeak = -1e30f;
 
 // One layer's attention.
 struct AttentionShape {
-  int heads, kv_heads, dim, block_size;  // block_size: a multiple of 16
+  int heads, kv_heads, dim, block_size;
   int window;                            // keys that a row sees, itself included; 0 for all
   float scale;
   float softcap;  // 0 for none
 
   int group() const { return heads / kv_heads; }
+  bool in_lanes() const { return block_size % kLanes == 0; }  // else tiles are copied together first
   int width() const { return round_up(dim, kLanes); }
   float unit() const { return (softcap > 0 ? 1.0f : scale) * kLog2E; }  // of a score, in powers of 2
 };
@@ -83,33 +84,70 @@ struct AttentionScratch {
         score(kQueryRows * kKeys),
         sum(static_cast<std::size_t>(rows) * s.width()),
         peak(rows),
-        total(static_cast<std::size_t>(rows) * kLanes) {}
+        total(static_cast<std::size_t>(rows) * kLanes),
+        key(s.in_lanes() ? 0 : static_cast<std::size_t>(kKeys) * s.dim),
+        value(s.in_lanes() ? 0 : static_cast<std::size_t>(kKeys) * s.width()) {}
   int rows;
   Aligned<float> query;  // [rows][dim]
   Aligned<float> score;  // [kQueryRows][64]: scores, then weights
   Aligned<float> sum;    // [rows][width]
   Aligned<float> peak;   // [rows]
   Aligned<float> total;  // [rows][16]
+  Aligned<float> key;    // [dim][64], of a tile whose blocks are no multiple of 16 keys, as value [64][width]
+  Aligned<float> value;
 };
 
-// Where the 4 x 16 keys of a tile begin; `count` of them are there.
+// Where the 4 x 16 keys of a tile begin; `count` of them are there. Strides: from a key's dimension to the next, and
+// from a value to the next.
 template <class T>
 struct KeyTile {
   const T* key[kVectors];
   const T* value[kVectors];
-  int count;
+  int count, key_stride, value_stride;
 };
 
 template <class T>
 KeyTile<T> key_tile(const PagedKV<T>& kv, const AttentionShape& s, const Unit& u, int first, int end) {
   KeyTile<T> tile;
   tile.count = std::min(end - first, kKeys);
+  tile.key_stride = s.block_size;
+  tile.value_stride = s.kv_heads * s.width();
   const std::int32_t* table = kv.table + u.sequence * kv.table_stride;
   for (int v = 0; v < kVectors; ++v) {
     const int key = std::min(first + v * kLanes, (end - 1) / kLanes * kLanes);  // behind the end: any that is there
     const std::int64_t block = table[key / s.block_size];
     tile.key[v] = kv.keys(s, block, u.head, key % s.block_size);
     tile.value[v] = kv.values(s, block, u.head, key % s.block_size);
+  }
+  return tile;
+}
+
+// The same tile of blocks of any size, copied together. Behind the end are keys of tiles before, hidden from every row.
+template <class T>
+KeyTile<float> copy_tile(AttentionScratch& m, const PagedKV<T>& kv, const AttentionShape& s, const Unit& u, int first,
+                         int end) {
+  KeyTile<float> tile;
+  tile.count = std::min(end - first, kKeys);
+  tile.key_stride = kKeys;
+  tile.value_stride = s.width();
+  const std::int32_t* table = kv.table + u.sequence * kv.table_stride;
+  for (int i = 0; i < tile.count; ++i) {
+    const std::int64_t block = table[(first + i) / s.block_size];
+    const int offset = (first + i) % s.block_size;
+    const T* key = kv.keys(s, block, u.head, offset);
+    for (int d = 0; d < s.dim; ++d) {
+      if constexpr (sizeof(T) == sizeof(float))
+        m.key.get()[d * kKeys + i] = key[static_cast<std::ptrdiff_t>(d) * s.block_size];
+      else
+        m.key.get()[d * kKeys + i] = std::bit_cast<float>(
+            static_cast<std::uint32_t>(key[static_cast<std::ptrdiff_t>(d) * s.block_size]) << 16);
+    }
+    const T* value = kv.values(s, block, u.head, offset);
+    for (int d = 0; d < s.width(); d += kLanes) store(m.value.get() + i * s.width() + d, load(value + d));
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    tile.key[v] = m.key.get() + v * kLanes;
+    tile.value[v] = m.value.get() + v * kLanes * s.width();
   }
   return tile;
 }
@@ -194,12 +232,12 @@ void attend_rows(AttentionScratch& m, const AttentionShape& s, const Unit& u, co
                  int row) {
   float* score = m.score.get();
   for (int v = 0; v < kVectors; v += kTileVectors)
-    score_rows<R, kTileVectors>(score + v * kLanes, m.query.get() + row * s.dim, tile.key + v, s.dim, s.block_size);
+    score_rows<R, kTileVectors>(score + v * kLanes, m.query.get() + row * s.dim, tile.key + v, s.dim, tile.key_stride);
   float* sum = m.sum.get() + static_cast<std::ptrdiff_t>(row) * s.width();
   for (int r = 0; r < R; ++r)
     softmax_row(score + r * kKeys, sum + r * s.width(), m.peak.get()[row + r], m.total.get() + (row + r) * kLanes, s,
                 first_key, u.first_position + (row + r) / s.group());
-  const int stride = s.kv_heads * s.width();
+  const int stride = tile.value_stride;
   int d = 0;
   for (; d + kTileVectors * kLanes <= s.width(); d += kTileVectors * kLanes)
     add_values<R, kTileVectors>(sum, s.width(), score, tile, d, stride);
@@ -211,6 +249,17 @@ void attend_some(int rows, AttentionScratch& m, const AttentionShape& s, const U
                  int first_key, int row, std::integer_sequence<int, I...>) {
   static constexpr decltype(&attend_rows<1, T>) kernels[] = {attend_rows<I + 1, T>...};
   kernels[rows - 1](m, s, u, tile, first_key, row);
+}
+
+// All rows of a unit meet one tile, but for those that lie before it.
+template <class T>
+void attend_tile(AttentionScratch& m, const AttentionShape& s, const Unit& u, const KeyTile<T>& tile, int first_key) {
+  const int rows = u.rows * s.group();
+  for (int r = 0; r < rows; r += kQueryRows) {
+    const int count = std::min(kQueryRows, rows - r);
+    if (first_key > u.first_position + (r + count - 1) / s.group()) continue;
+    attend_some(count, m, s, u, tile, first_key, r, std::make_integer_sequence<int, kQueryRows>());
+  }
 }
 
 // One unit. q: rows of [heads][dim], `q_stride` apart; out: rows of [heads][dim], `out_stride` apart. A sink is a key
@@ -230,12 +279,10 @@ void attend(AttentionScratch& m, const AttentionShape& s, const PagedKV<T>& kv, 
   const int end = u.first_position + u.rows;
   const int begin = s.window ? std::max(0, u.first_position - s.window + 1) / kKeys * kKeys : 0;
   for (int key = begin; key < end; key += kKeys) {
-    const KeyTile<T> tile = key_tile(kv, s, u, key, end);
-    for (int r = 0; r < rows; r += kQueryRows) {
-      const int count = std::min(kQueryRows, rows - r);
-      if (key > u.first_position + (r + count - 1) / s.group()) continue;
-      attend_some(count, m, s, u, tile, key, r, std::make_integer_sequence<int, kQueryRows>());
-    }
+    if (s.in_lanes())
+      attend_tile(m, s, u, key_tile(kv, s, u, key, end), key);
+    else
+      attend_tile(m, s, u, copy_tile(m, kv, s, u, key, end), key);
   }
   for (int r = 0; r < rows; ++r) {
     const int head = u.head * s.group() + r % s.group();

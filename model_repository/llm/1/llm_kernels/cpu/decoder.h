@@ -196,30 +196,32 @@ class Worker {
     meet(&Seconds::small);
   }
 
-  // The inputs that `fill(row, to)` gives, in the form of every part of `linear`: this thread's own where rows are
+  // The inputs that `fill(row, to)` gives, in the form of every part of the linears: this thread's own where rows are
   // few, else shared ones, for which the threads meet.
   template <class Fill>
-  Inputs inputs(const InputMemory& shared, int width, const Linear& linear, Fill fill) {
+  Inputs inputs(const InputMemory& shared, int width, std::initializer_list<const Linear*> linears, Fill fill) {
     const Inputs in = (own() ? *w_.own[thread_] : shared).view(width);
     const Range mine = own() ? Range{0, s_.rows} : rows();
     for (int row = mine.begin; row < mine.end; ++row) {
       float* to = in.x + static_cast<std::ptrdiff_t>(row) * in.stride;
       fill(row, to);
       std::fill(to + width, to + in.stride, 0.0f);
-      prepare(in, row, linear);
+      prepare(in, row, linears);
     }
     if (!own()) meet(&Seconds::small);
     return in;
   }
 
-  static void prepare(const Inputs& in, int row, const Linear& linear) {
-    for (int i = 0; i < linear.parts; ++i)
-      if (!i || linear.part[i].arithmetic != linear.part[0].arithmetic)
-        prepare_row(in, row, static_cast<Arithmetic>(linear.part[i].arithmetic));
+  static void prepare(const Inputs& in, int row, std::initializer_list<const Linear*> linears) {
+    bool wanted[kArithmetics] = {};
+    for (const Linear* linear : linears)
+      for (int i = 0; i < linear->parts; ++i) wanted[linear->part[i].arithmetic] = true;
+    for (int i = 0; i < kArithmetics; ++i)
+      if (wanted[i]) prepare_row(in, row, static_cast<Arithmetic>(i));
   }
 
-  Inputs normed(const Norm& norm, const Linear& linear) {
-    return inputs(*w_.normed, m_.hidden, linear, [&](int row, float* to) { norm_to(norm, x(row), to); });
+  Inputs normed(const Norm& norm, std::initializer_list<const Linear*> linears) {
+    return inputs(*w_.normed, m_.hidden, linears, [&](int row, float* to) { norm_to(norm, x(row), to); });
   }
 
   void norm_to(const Norm& norm, const float* from, float* to) const {
@@ -297,14 +299,14 @@ class Worker {
 
   void attention_half(const Layer& layer) {
     const int width = layer.qkv.columns(), attended = m_.heads * m_.dim;
-    multiply(layer.qkv, normed(layer.input_norm, layer.qkv), s_.rows, keep(w_.qkv->get(), width, layer.qkv.bias));
+    multiply(layer.qkv, normed(layer.input_norm, {&layer.qkv}), s_.rows, keep(w_.qkv->get(), width, layer.qkv.bias));
     meet(&Seconds::linear);
     const Inputs shared = w_.attended->view(attended);
     if (m_.kv_kind == kFloatKV)
       attend_all(layer, kv<float>(layer), shared);
     else
       attend_all(layer, kv<bf16>(layer), shared);
-    const Inputs in = inputs(*w_.attended, attended, layer.o, [&](int row, float* to) {
+    const Inputs in = inputs(*w_.attended, attended, {&layer.o}, [&](int row, float* to) {
       const float* from = shared.x + static_cast<std::ptrdiff_t>(row) * shared.stride;
       if (from != to) std::copy_n(from, attended, to);
     });
@@ -342,7 +344,7 @@ class Worker {
   void mlp_half(const Layer& layer) {
     const int width = layer.down.part[0].depth;
     const Inputs shared = w_.inner->view(width);
-    const Inputs in = normed(layer.post_norm, layer.up);
+    const Inputs in = normed(layer.post_norm, {&layer.gate, &layer.up});
     const auto keep_active = [&](int row, int count, int column, int columns, int stride, const float* sums) {
       for (int r = 0; r < count; ++r)
         for (int c = 0; c < columns; c += kLanes) {
@@ -357,7 +359,7 @@ class Worker {
     else
       multiply(layer.up, in, s_.rows, keep_active);
     meet(&Seconds::linear);
-    const Inputs down = inputs(*w_.inner, width, layer.down, [&](int row, float* to) {
+    const Inputs down = inputs(*w_.inner, width, {&layer.down}, [&](int row, float* to) {
       const float* from = shared.x + static_cast<std::ptrdiff_t>(row) * shared.stride;
       if (from != to) std::copy_n(from, width, to);
     });
@@ -410,7 +412,7 @@ class Worker {
     for (int i = mine.begin; i < mine.end; ++i) {
       float* to = in.x + static_cast<std::ptrdiff_t>(i) * in.stride;
       norm_to(m_.norm, x(s_.head_rows[i]), to);
-      prepare(in, i, m_.head);
+      prepare(in, i, {&m_.head});
     }
     meet(&Seconds::small);
     const int vocabulary = m_.head.columns();

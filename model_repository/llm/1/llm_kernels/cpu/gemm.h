@@ -18,7 +18,7 @@
 
 namespace tokenstream {
 
-enum Arithmetic : std::int32_t { kFma32, kQ8Dot, kDpBF16 };
+enum Arithmetic : std::int32_t { kFma32, kQ8Dot, kDpBF16, kArithmetics };
 
 // `count` elements on a cache line, all zero.
 template <class T>
@@ -75,8 +75,10 @@ class InputMemory {
   Aligned<std::int32_t> total_;
 };
 
+constexpr float kLeastPeak = 0x1p-100f;  // a block of less counts as 0: 127 / less might be infinite
+
 // Give row `row` of the inputs, whose x is there, the form of `arithmetic`. Of int8: x / (largest / 127), to nearest
-// even.
+// even; a block with infinity or NaN makes all that it is multiplied with NaN.
 inline void prepare_row(const Inputs& in, int row, Arithmetic arithmetic) {
   const float* x = in.x + static_cast<std::ptrdiff_t>(row) * in.stride;
   if (arithmetic == kDpBF16) {
@@ -89,14 +91,17 @@ inline void prepare_row(const Inputs& in, int row, Arithmetic arithmetic) {
   for (int b = 0; b < in.blocks(); ++b) {
     const Floats low = load(x + b * kBlock), high = load(x + b * kBlock + kLanes);
     const float most = peak(larger(magnitude(low), magnitude(high)));
-    const float up = most > 0 ? 127.0f / most : 0.0f;
+    const float up = most >= kLeastPeak ? 127.0f / most : 0.0f;
     const Ints a = nearest(low * all(up)), c = nearest(high * all(up));
     store_bytes(q + b * kBlock, a);
     store_bytes(q + b * kBlock + kLanes, c);
-    const float total = sum(to_floats(a + c));  // of integers below 2^12: exact
+    const Floats broken = (low - low) + (high - high);     // 0, or NaN for what is not finite
+    const float total = sum(to_floats(a + c) + broken);  // of integers below 2^12: exact
+    const bool sound = total == total;
+    if (!sound) std::fill_n(q + b * kBlock, kBlock, std::int8_t{0});
     const int at = row * in.blocks() + b;
-    in.scale[at] = most / 127.0f;
-    in.total[at] = static_cast<std::int32_t>(total);
+    in.scale[at] = sound ? most / 127.0f : total;
+    in.total[at] = sound ? static_cast<std::int32_t>(total) : 0;
     in.shift[at] = in.scale[at] * total;
   }
 }

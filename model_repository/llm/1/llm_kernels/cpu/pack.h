@@ -33,6 +33,8 @@ inline half narrow(float x) {
   return static_cast<half>(sign | (m + 0xfffu + (m >> 13 & 1u)) >> 13);
 }
 
+inline bool is_finite(half h) { return (h & 0x7c00) != 0x7c00; }
+
 struct Quants {
   int q[kBlock];
   half scale, minimum;
@@ -155,7 +157,8 @@ inline void read_values(Kind kind, const std::uint8_t* row, int b, int count, fl
   }
 }
 
-// Round to the nearest of the format's values, between the smallest and the largest or, of int8, to both sides of 0.
+// Round finite values to the nearest of the format's, between the smallest and the largest or, of int8, to both sides of
+// 0. The scale or the minimum is infinite where float16 does not reach so far.
 inline Quants quantise(Format format, const float (&x)[kBlock]) {
   Quants s{};
   const auto [low, high] = std::minmax_element(x, x + kBlock);
@@ -163,13 +166,12 @@ inline Quants quantise(Format format, const float (&x)[kBlock]) {
   const float width = format == kInt8 ? std::max(std::fabs(*low), std::fabs(*high)) : *high - *low;
   s.scale = narrow(width / static_cast<float>(most));
   s.minimum = format == kInt8 ? half{0} : narrow(*low);
+  if (!is_finite(s.scale) || !is_finite(s.minimum)) return s;
   const float scale = widen(s.scale), minimum = widen(s.minimum);
   for (int i = 0; i < kBlock; ++i)
     s.q[i] = scale > 0 ? std::clamp(static_cast<int>(std::nearbyint((x[i] - minimum) / scale)), least, most) : 0;
   return s;
 }
-
-inline bool is_finite(half h) { return (h & 0x7c00) != 0x7c00; }
 
 // Write block `b` of a column of quants.
 inline void put(const Weight& w, std::uint8_t* data, int column, int b, const Quants& s) {
@@ -206,7 +208,7 @@ inline bool pack_rows(const Weight& w, std::uint8_t* data, int first, int count,
       }
       float x[kBlock];
       read_values(kind, rows, b, left, x);
-      for (float v : x) sound &= std::isfinite(v);
+      if (!std::all_of(x, x + kBlock, [](float v) { return std::isfinite(v); })) return false;
       if (w.format >= kInt8) {
         const Quants s = quantise(w.format, x);
         sound &= is_finite(s.scale) && is_finite(s.minimum);
@@ -219,8 +221,10 @@ inline bool pack_rows(const Weight& w, std::uint8_t* data, int first, int count,
         bf16 narrowed[kBlock];
         store(narrowed, load(x));
         store(narrowed + kLanes, load(x + kLanes));
-        for (int i = 0; i < left; ++i)
+        for (int i = 0; i < left; ++i) {
+          sound &= (narrowed[i] & 0x7f80) != 0x7f80;
           to[((b * kBlock + i) / 2 * kPanel + lane) * 2 + i % 2] = narrowed[i];
+        }
       }
     }
   }

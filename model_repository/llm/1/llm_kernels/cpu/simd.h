@@ -20,6 +20,13 @@
 
 namespace tokenstream {
 
+// Ends what a compiler may think of `x`: of sums in one chain g++ makes a tree, for which it has too few registers.
+#if defined(__AVX512F__)
+#define TOKENSTREAM_CHAIN(x) asm("" : "+v"(x))
+#else
+#define TOKENSTREAM_CHAIN(x) asm("" : "+x"(x))
+#endif
+
 constexpr int kLanes = 16;
 constexpr int kCacheLine = 64;  // bytes
 
@@ -154,6 +161,7 @@ struct Dot {
     } else {
       s = _mm512_add_epi32(s, _mm512_madd_epi16(_mm512_maddubs_epi16(w.v, a), _mm512_set1_epi16(1)));
     }
+    TOKENSTREAM_CHAIN(s);
   }
   Ints result() const { return {Bits == 4 ? _mm512_madd_epi16(s, _mm512_set1_epi16(1)) : s}; }
 };
@@ -324,6 +332,8 @@ struct Dot {
       a = _mm256_add_epi32(a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x), one));
       b = _mm256_add_epi32(b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, x), one));
     }
+    TOKENSTREAM_CHAIN(a);
+    TOKENSTREAM_CHAIN(b);
   }
   Ints result() const {
     const __m256i one = _mm256_set1_epi16(1);
@@ -426,8 +436,10 @@ inline Floats magnitude(Floats x) { return floats(bits(x) & all(0x7fffffff)); }
 inline Floats to_floats(Ints x) {
   return each<Floats>([&](int i) { return static_cast<float>(x.v[i]); });
 }
-inline Ints nearest(Floats x) {  // half to even, as the processors round by default
-  return each<Ints>([&](int i) { return static_cast<std::int32_t>(std::nearbyint(x.v[i])); });
+inline Ints nearest(Floats x) {  // half to even, as the processors round by default, and what does not fit to -2^31
+  return each<Ints>([&](int i) {
+    return std::fabs(x.v[i]) < 0x1p31f ? static_cast<std::int32_t>(std::nearbyint(x.v[i])) : INT32_MIN;
+  });
 }
 
 inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
@@ -534,6 +546,12 @@ inline Ints counting() {
 inline Floats load(const float* p, int count) {
   if (count >= kLanes) return load(p);
   float lane[kLanes] = {};
+  std::copy_n(p, count, lane);
+  return load(lane);
+}
+inline Ints load(const std::int32_t* p, int count) {
+  if (count >= kLanes) return load(p);
+  std::int32_t lane[kLanes] = {};
   std::copy_n(p, count, lane);
   return load(lane);
 }

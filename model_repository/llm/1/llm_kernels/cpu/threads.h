@@ -46,7 +46,7 @@ class Barrier {
     const int phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
+      phase_.fetch_add(1, std::memory_order_release);  // wraps around, after a day
       phase_.notify_all();
       return;
     }
@@ -91,8 +91,9 @@ class Pool {
   }
 
   void work(int thread) {
-    for (int calls = 0;; ++calls) {
+    for (int calls = 0;;) {
       wait_for(calls_, calls, 1000, [&] { return calls_.load(std::memory_order_acquire) != calls; });
+      calls = calls_.load(std::memory_order_relaxed);  // before `left_` falls: the next call may follow at once
       if (!job_) return;
       (*job_)(thread);
       left_.fetch_sub(1, std::memory_order_release);
