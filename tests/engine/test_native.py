@@ -23,7 +23,8 @@ from llm_kernels.objects import load_object
 
 # Both compute in float32 and differ in the order of sums alone; a bfloat16 result may then round to its neighbour.
 ABSOLUTE, RELATIVE = 3e-5, {"float32": 0.0, "bfloat16": 2**-7}
-BLOCK_SIZES = (16, 32, 48, 64)
+BLOCK_SIZES = (1, 5, 16, 24, 32, 48, 64)  # tiles of keys lie ready where 16 divides them, else they are copied
+each_size = pytest.mark.parametrize("size", [16, 20])
 each_dtype = pytest.mark.parametrize("dtype", driver.native_dtypes())
 
 
@@ -221,8 +222,9 @@ def test_a_row_has_the_same_bits_under_any_chunks_company_place_and_threads(
 
 
 @each_dtype
-def test_nan_in_one_sequence_stays_there(dtype: str) -> None:
-    memory = Memory(Layer(2, 3, 64, 16), dtype, 0, 20)
+@each_size
+def test_nan_in_one_sequence_stays_there(size: int, dtype: str) -> None:
+    memory = Memory(Layer(2, 3, 64, size), dtype, 0, 20)
     ill, sound = memory.sequence(70), memory.sequence(70)
     ill.query[5] = float("nan")
     rows = memory.step([(ill, 0, 70), (sound, 0, 70)])
@@ -233,9 +235,10 @@ def test_nan_in_one_sequence_stays_there(dtype: str) -> None:
 
 
 @each_dtype
-def test_nan_in_a_cache_does_not_reach_who_is_computed_next(dtype: str) -> None:
+@each_size
+def test_nan_in_a_cache_does_not_reach_who_is_computed_next(size: int, dtype: str) -> None:
     """A thread's memory still holds what the sequence before has left there."""
-    memory = Memory(Layer(2, 3, 64, 16), dtype, 0, 20)
+    memory = Memory(Layer(2, 3, 64, size), dtype, 0, 20)
     ill, *sound = (memory.sequence(length) for length in (128, 1, 9, 40, 65))
     ill.key[60:] = float("nan")
     ill.value[60:] = float("nan")
@@ -284,13 +287,12 @@ def test_an_index_out_of_range_is_refused_by_name_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("values", "refusal"),
     [
-        ((64, 64, 32, "float16"), "they compute in bfloat16 or float32, and dtype is float16"),
-        ((64, 32, 32, "float32"), "they take keys and values of one size, not 64 and 32"),
-        ((528, 528, 32, "float32"), "they take heads of at most 512, not 528"),
-        ((64, 64, 24, "bfloat16"), "they take a block_size that 16 divides, not 24"),
+        ((64, 64, "float16"), "they compute in bfloat16 or float32, and dtype is float16"),
+        ((64, 32, "float32"), "they take keys and values of one size, not 64 and 32"),
+        ((528, 528, "float32"), "they take heads of at most 512, not 528"),
     ],
 )
-def test_what_the_kernels_do_not_take_is_refused_in_one_line(values: tuple[int, int, int, str], refusal: str) -> None:
-    native.refuse(512, 512, 16, "bfloat16")
+def test_what_the_kernels_do_not_take_is_refused_in_one_line(values: tuple[int, int, str], refusal: str) -> None:
+    native.refuse(512, 512, "bfloat16")
     with pytest.raises(NativeUnavailableError, match=f"^{refusal}$"):
         native.refuse(*values)

@@ -119,7 +119,7 @@ def test_weights_are_held_once(tied: bool) -> None:
 @cache
 def small_model() -> LoadedModel:
     """Of 32 blocks of 16 tokens and a context of 256."""
-    return driver.load("qwen3", "bfloat16")
+    return driver.load("qwen3", "bfloat16", block_size=16)
 
 
 def of(*values: int) -> Tensor:
