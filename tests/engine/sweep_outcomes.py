@@ -58,6 +58,8 @@ def attach(model: Any, dtype: str = "float32", kernels: str = "auto") -> LoadedM
 
 
 def _particular(loaded: LoadedModel) -> str:
+    if loaded.steps is not None or loaded.attention is not None:
+        return ""
     try:
         for cache in loaded.caches:
             native.refuse(cache.key.shape[2], cache.value.shape[-1], "float32")

@@ -22,9 +22,9 @@ PARTS = ("linears", "attention", "norms and rope", "head")
 MAX_HEAD_DIM = 512  # as kMaxDim in attention.h
 LANES = 16
 
-_EXACT = {  # of GGUF's kinds of rows, with the format that holds their values: BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
+_EXACT = {  # of GGUF's kinds of rows, with the format that holds their values: BF16, Q4_0, Q4_1, Q5_0, Q5_1
     (30, Format.BFLOAT16),
-    *((2, Format.INT4), (3, Format.INT4), (6, Format.INT5), (7, Format.INT5), (8, Format.INT8)),
+    *((2, Format.INT4), (3, Format.INT4), (6, Format.INT5), (7, Format.INT5)),
 }
 
 _void = ctypes.c_void_p
@@ -165,8 +165,8 @@ Choice = Callable[[Rows], tuple[Format, Arithmetic]]
 class Decoder:
     """A model whose steps the kernels compute.
 
-    `bfloat16_kv`: keys and values are kept in bfloat16, else float32. `slots` tokens of KV in blocks of `block_size`, best a
-    multiple of 16. seconds: float64 [4], the time spent so far in each of PARTS. Raises UnsupportedError, and PackError
+    `bfloat16_kv`: keys and values are kept in bfloat16, else float32. `slots` tokens of KV in blocks of `block_size`,
+    best a multiple of 16. seconds: float64 [4], the time spent so far in each of PARTS. Raises UnsupportedError, and PackError
     naming a tensor.
     """
 

@@ -157,7 +157,12 @@ def _choose_kernels(
     model: Any, config: EngineConfig, device: torch.device, shapes: Mapping[Any, Heads], source: TensorSource | None
 ) -> tuple[EngineConfig, Plan | None, NativeAttention | None]:
     """Settle `kernels` and `dtype`: the native kernels compute whole steps, or else the attention."""
+    asked = {"weight_format": config.weight_format, "arithmetic": config.arithmetic}
+    told = [f"{name} is {value!r}, which whole native steps alone honour" for name, value in asked.items()]
+    told = [line for line, value in zip(told, asked.values(), strict=True) if value != "auto"]
     if device.type != "cpu" or config.kernels == "torch":
+        if told:
+            raise ConfigError(f"{told[0]}, and PyTorch's kernels were asked for; set it to auto")
         return resolve_dtype(replace(config, kernels="torch"), device), None, None
     try:
         family = family_of(model.config.get_text_config(), [heads.window for heads in shapes.values()])
@@ -167,9 +172,8 @@ def _choose_kernels(
     except (UnsupportedError, NativeUnavailableError) as error:
         reason = error
         log.info("transformers' layers: %s", error)
-    asked = {"weight_format": config.weight_format, "arithmetic": config.arithmetic}
-    if told := [f"{name} is {value!r}" for name, value in asked.items() if value != "auto"]:
-        raise ConfigError(f"{told[0]}, which whole native steps alone honour, but {reason}")
+    if told:
+        raise ConfigError(f"{told[0]}, but {reason}")
     config = resolve_dtype(config, device)
     try:
         for heads in shapes.values():

@@ -53,6 +53,7 @@ class Reference:
     model_type: str
     sequences: tuple[tuple[int, ...], ...]
     logits: tuple[Tensor, ...]
+    dtype: str
 
 
 @torch.inference_mode()
@@ -73,13 +74,13 @@ def reference(model: Any, heads: Collection[Heads], special: Collection[int]) ->
             logits = [model(torch.tensor([ids], device=device), use_cache=False).logits[0] for ids in sequences]
         finally:
             model.set_attn_implementation(attention.NAME)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     if not all(bool(rows.isfinite().all()) for rows in logits):
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         raise ConfigError(
             f"the weights give NaN or infinity under transformers' own attention, in {dtype}; fetch them again"
             + ("" if dtype == "float32" else ", or set the parameter 'dtype' to float32")
         )
-    return Reference(config.model_type, sequences, tuple(logits))
+    return Reference(config.model_type, sequences, tuple(logits), dtype)
 
 
 def check(loaded: LoadedModel, reference: Reference) -> float:
@@ -89,7 +90,7 @@ def check(loaded: LoadedModel, reference: Reference) -> float:
     """
     ours = _batched_logits(loaded, reference.sequences)
     found = _distance([_off(a, b) for a, b in zip(ours, reference.logits, strict=False)])
-    tolerance = _tolerance(loaded)
+    tolerance = max(_tolerance(loaded), TOLERANCE[reference.dtype])
     if not found <= tolerance:  # NaN is not
         raise ConfigError(
             f"model type {reference.model_type!r} gives other logits in a batch than under transformers' eager "

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from llm_kernels.cpu_level import VARIABLE, choose_level
+
 from ..config import ConfigError, EngineConfig
 from . import machine
 from .machine import MIB, Memory
@@ -83,7 +85,9 @@ def choose_dtype(device: torch.device) -> str:
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     capabilities = torch.cpu.get_capabilities()
-    native = ("avx512_bf16", "amx_bf16", "bf16")
+    native = {"avx512_bf16", "amx_bf16", "bf16"}
+    if os.environ.get(VARIABLE):
+        native &= choose_level().needs  # it caps torch as well, which tells what the processor has
     return "bfloat16" if any(capabilities.get(name) for name in native) else "float32"
 
 

@@ -34,20 +34,22 @@ class _SourceTensors:
 
     def __init__(self, source: TensorSource, family: Family) -> None:
         self._source = source
-        self._names = frozenset(source.tensors())
+        self.names = frozenset(source.tensors())
         self._is_linear_transposed = family.transposed
         self._tables = {f"{name}.weight" for name in (family.embedding, family.head)}
 
     def rows(self, name: str) -> Rows:
         raw = self._source.rows(name)
         if self._is_linear_transposed and not raw.transposed and name not in self._tables:
-            return Rows.of(np.ascontiguousarray(self._source.float32(name).T))
+            is_bfloat16 = raw.kind.name == "BF16"
+            values = raw.data.view(np.uint16) if is_bfloat16 else self._source.float32(name)
+            return Rows.of(np.ascontiguousarray(values.T))
         if raw.kind.number in KINDS:
             return Rows(raw.kind.number, raw.depth, raw.data)
         return Rows.of(self._source.float32(name), unpacked=raw.kind.values > 1)
 
     def vector(self, name: str) -> NDArray[np.float32] | None:
-        return self._source.float32(name) if name in self._names else None
+        return self._source.float32(name) if name in self.names else None
 
 
 class _ModelTensors:
@@ -55,6 +57,7 @@ class _ModelTensors:
 
     def __init__(self, model: Any, family: Family) -> None:
         self._tensors: dict[str, Tensor] = model.state_dict()
+        self.names = frozenset(self._tensors)
         self._is_linear_transposed = family.transposed
         self._tables = {f"{name}.weight" for name in (family.embedding, family.head)}
 
@@ -134,7 +137,9 @@ class Plan:
         library, level = load_object(cache_folder(), os.environ)
         tensors = _ModelTensors(model, family) if source is None else _SourceTensors(source, family)
         choice = make_choice(config, has_dpbf16=bool(library.ts_has_dpbf16()))
-        first = tensors.rows(f"{family.layers[0].o}.weight")
+        if (name := f"{family.layers[0].o}.weight") not in tensors.names:
+            raise UnsupportedError(f"the native kernels look for {name!r}, which this model does not have")
+        first = tensors.rows(name)
         return cls(library, level.name, family, tensors, choice, choice(first)[0] is not Format.FLOAT32)
 
     @property
@@ -174,7 +179,7 @@ class NativeSteps:
 
     @property
     def weight_format(self) -> str:
-        """The formats of the weights, the layers' first."""
+        """The formats of the weights."""
         return "+".join(sorted({f.name.lower() for f, _ in self.decoder.formats}))
 
     @property
