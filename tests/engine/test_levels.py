@@ -32,8 +32,9 @@ for weight_format, arithmetic in json.loads(sys.argv[1]):
                   for t, p in ((0.0, 1.0), (1.0, 1.0), (1.5, 0.9))]
         asked = [engine.ask(tiny_models.prompt(n), p) for n, p in zip((9, 70, 33), params)]
         answers = [answer.wait() for answer in asked]
+        told = engine.info()
         logprobs = [[entry.logprob.hex() for delta in a.deltas for entry in delta.logprobs or ()] for a in answers]
-    found[f"{weight_format} {arithmetic}"] = [loaded.digest, loaded.exact, [a.tokens for a in answers], logprobs]
+    found[f"{weight_format} {arithmetic}"] = [told["digest"], told["exact"], [a.tokens for a in answers], logprobs]
 print(json.dumps(found))
 """
 COMBINATIONS = [

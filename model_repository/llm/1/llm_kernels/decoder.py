@@ -166,8 +166,8 @@ class Decoder:
     """A model whose steps the kernels compute.
 
     `bfloat16_kv`: keys and values are kept in bfloat16, else float32. `slots` tokens of KV in blocks of `block_size`,
-    best a multiple of 16. seconds: float64 [4], the time spent so far in each of PARTS. Raises UnsupportedError, and PackError
-    naming a tensor.
+    best a multiple of 16. seconds: float64 [4], the time spent so far in each of PARTS. Raises UnsupportedError, and
+    PackError naming a tensor.
     """
 
     def __init__(

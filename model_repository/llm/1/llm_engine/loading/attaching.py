@@ -70,7 +70,7 @@ def attach(
     per_token = plan.kv_bytes if plan else sum(heads.values for heads in shapes.values()) * dtype.itemsize
     if plan is None:
         model.to(dtype)
-    demand = _demand(model, config, device, memory, per_token)
+    demand = _demand(model, config, device, memory, per_token, plan)
     config, kv_cache_from = resolve_sizes(config, text_config, demand, device)
     steps = None if plan is None else _pack(plan, config, model)
     reference = golden.reference(model, shapes.values(), tokenizer.all_special_ids)
@@ -130,15 +130,17 @@ def _pack(plan: Plan, config: EngineConfig, model: Any) -> NativeSteps:
     return steps
 
 
-def _demand(model: Any, config: EngineConfig, device: torch.device, memory: Memory | None, per_token: int) -> Demand:
+def _demand(
+    model: Any, config: EngineConfig, device: torch.device, memory: Memory | None, per_token: int, plan: Plan | None
+) -> Demand:
     if device.type == "cuda":
         return Demand.on_cuda(device, per_token)
-    weights = _held(model)
+    held = _held(model)
     if memory is None:
         found = machine.memory()
-        memory = replace(found, left=found.left + weights)
-    head = model.get_output_embeddings().weight
-    return Demand.on_cpu(memory, per_token, weights, scratch_bytes(config, head))
+        memory = replace(found, left=found.left + held)
+    scratch = scratch_bytes(config, model.get_output_embeddings().weight)
+    return Demand.on_cpu(memory, per_token, held if plan is None else plan.weight_bytes, scratch)
 
 
 def _held(model: Any) -> int:

@@ -149,6 +149,16 @@ class Plan:
         item = 2 if self.bfloat16_kv else 4
         return len(family.layers) * family.kv_heads * (family.dim + padded(family.dim)) * item
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights, but for what fills their last panels."""
+        family = self.family
+        names = {family.embedding, family.head}
+        for layer in family.layers:
+            names |= {*layer.qkv, layer.o, layer.gate, layer.up, layer.gate_up, layer.down} - {""}
+        rows = [self.tensors.rows(f"{name}.weight") for name in names]
+        return int(sum(r.data.shape[0] * r.depth * self.choice(r)[0].bits for r in rows) / 8)
+
     def steps(self, config: EngineConfig) -> NativeSteps:
         """Pack the weights and allocate the KV cache of a configuration whose sizes are settled."""
         decoder = Decoder(
