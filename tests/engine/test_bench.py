@@ -19,6 +19,7 @@ from llm_kernels.compiling import NativeUnavailableError
 from llm_tools import accuracy, bench
 from llm_tools.bench import QUICK, BenchError, Case, Measurement, Setup
 from llm_tools.limits import Limits, Work
+from llm_tools.prepared import prepare_source
 
 HIDDEN, INNER, LAYERS, HEAD_DIM = 32, 64, 2, 8  # of tiny_models, with 4 query heads and 2 key heads
 KV_PER_LAYER = 2 * 2 * HEAD_DIM * 4  # bytes of a token: keys and values, two heads, float32
@@ -184,7 +185,7 @@ def test_the_larger_limit_bounds() -> None:
 
 
 def test_the_check_finds_no_nan_and_float32_closer_than_bfloat16(folder: Path) -> None:
-    checks = accuracy.check(config(), folder, silent)
+    checks = accuracy.check(config(model=str(folder)), prepare_source(str(folder)), silent)
     assert [(c.dtype, c.kernels) for c in checks] == list(accuracy.COMBINATIONS)
     ran = {(c.dtype, c.kernels): c for c in checks if not c.skipped}
     assert all((c.nan, c.inf, c.tokens) == (0, 0, accuracy.TOKENS) for c in ran.values())
@@ -201,7 +202,7 @@ def test_a_combination_that_does_not_run_here_says_why(folder: Path, monkeypatch
 
     for module in ("attaching", "steps"):
         monkeypatch.setattr(f"llm_engine.loading.{module}.load_object", unavailable)
-    skipped = accuracy.check(config(), folder, silent)[0]
+    skipped = accuracy.check(config(model=str(folder)), prepare_source(str(folder)), silent)[0]
     assert (skipped.dtype, skipped.kernels, skipped.max_error) == ("bfloat16", "native", None)
     assert skipped.skipped == "kernels is 'native', but this processor is too old"
 

@@ -7,7 +7,6 @@ requests, and judges no number.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from llm_engine.loading.tokenizer import load_tokenizer
 from llm_engine.request import Request, SamplingParams
 from llm_engine.scheduler import Chunk, Plan
 
+from .prepared import Prepared, load_reference
 from .weights import Progress
 
 TOKENS = 256
@@ -66,14 +66,14 @@ class Check:
     kind: str = "check"
 
 
-def check(config: EngineConfig, folder: Path, progress: Progress) -> list[Check]:
-    """Compare every combination for the model in `folder`; of `config` the dtype and kernels are not read."""
+def check(config: EngineConfig, prepared: Prepared, progress: Progress) -> list[Check]:
+    """Compare every combination for the model that `config` names, `prepared`; its dtype and kernels are not read."""
     progress("check, float32 of transformers", 0, len(COMBINATIONS) + 1)
-    ids, reference = reference_logits(folder)
+    ids, reference = reference_logits(prepared)
     found = []
     for done, (dtype, kernels) in enumerate(COMBINATIONS, start=1):
         progress(f"check, {dtype} {kernels}", done, len(COMBINATIONS) + 1)
-        chosen = replace(config, model=str(folder), dtype=dtype, kernels=kernels, max_context=0, kv_tokens=2 * TOKENS)
+        chosen = replace(config, dtype=dtype, kernels=kernels, max_context=0, kv_tokens=2 * TOKENS)
         try:
             logits = engine_logits(loading.load(chosen), ids)
         except (ConfigError, RuntimeError) as error:  # PyTorch's word for an operation that the dtype lacks
@@ -84,13 +84,11 @@ def check(config: EngineConfig, folder: Path, progress: Progress) -> list[Check]
 
 
 @torch.inference_mode()
-def reference_logits(folder: Path) -> tuple[list[int], Tensor]:
+def reference_logits(prepared: Prepared) -> tuple[list[int], Tensor]:
     """TEXT's first tokens and their logits, float32 [tokens, vocabulary], by transformers alone."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_reference(prepared)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS
-    tokenizer = load_tokenizer(folder, model.get_output_embeddings().weight.shape[0])
+    tokenizer = load_tokenizer(prepared.folder, model.get_output_embeddings().weight.shape[0])
     ids = cast(list[int], tokenizer(TEXT, verbose=False)["input_ids"])[: min(TOKENS, limit)]
     return ids, model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 

@@ -331,10 +331,10 @@ def main() -> int:
             prefix_cache=False,
             max_request_seconds=WAIT_SECONDS,
         )
-        folder = prepare_source(config.model, progress=report_progress).folder
+        prepared = prepare_source(config.model, progress=report_progress)
         for result in bench(config, QUICK if given.quick else Effort(), report_progress):
             report(result=asdict(result))
-        for check in accuracy.check(config, folder, report_progress) if given.check else ():
+        for check in accuracy.check(config, prepared, report_progress) if given.check else ():
             report(result=asdict(check))
     except (ConfigError, CpuLevelError, RequestError, RuntimeError) as error:
         report(error=(str(error).strip().splitlines() or [type(error).__name__])[0])
