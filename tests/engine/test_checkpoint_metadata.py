@@ -122,12 +122,12 @@ def test_a_key_that_a_file_states_twice_is_refused(tmp_path: Path) -> None:
     assert "states llama.context_length twice" in whole.refusal(file)
 
 
-@pytest.mark.parametrize("failing", ["gguf_file.check_types", "read_header", "_sound"])
+@pytest.mark.parametrize("failing", ["gguf_file.check_parts", "read_header", "describe"])
 def test_whatever_fails_is_told_in_the_line_that_the_starter_waits_for(tmp_path: Path, failing: str) -> None:
     code = (
-        f"import sys; from llm_tools import weights; from llm_tools.weights import *\n"
+        f"import sys; from llm_tools import prepared, weights\n"
         f"def fail(*_, **__): raise AttributeError('odd\\nfile')\n"
-        f"weights.{failing} = fail\n"
+        f"prepared.{failing} = fail\n"
         f"sys.argv = ['weights', {str(written(tmp_path))!r}]; sys.exit(weights.main())"
     )
     env = {"PYTHONPATH": str(VERSION), "TOKENSTREAM_CACHE": str(tmp_path / "cache")}

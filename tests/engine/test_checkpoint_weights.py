@@ -48,11 +48,11 @@ SPOILED: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
         lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.ones(32)},
     ),
     "a wrong prefix": (
-        "lacks 21 tensors, first 'lm_head.weight' .and holds 21 without a place, first '_orig_mod.lm_head",
+        "lacks 21 tensors, first 'lm_head.weight' .and holds 21 without a place, first '(model.)?_orig_mod",
         lambda t: {f"_orig_mod.{key}": tensor for key, tensor in t.items()},
     ),
     "a tensor with and without prefix": (
-        "holds 1 tensor twice, first 'layers.1.mlp",
+        "holds tensor 'model.layers.1.mlp.down_proj.weight' twice, once without 'model.'",
         lambda t: {**t, DOWN.removeprefix("model."): t[DOWN] * 2},
     ),
 }
@@ -180,7 +180,7 @@ def test_whatever_fails_while_a_model_is_loaded_is_one_line(folder: Path, file: 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"hidden_act": "foo"}, "cannot be loaded: KeyError: 'foo'; check config.json"),
+        ({"hidden_act": "foo"}, "cannot be used: KeyError: 'foo'; check config.json"),
         ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, "KeyError: 'foo'; check config.json"),
         ({"model_type": ["llama"]}, r"model_type in .*/config.json must be text, got \['llama'\]"),
         ({"max_position_embeddings": -1}, "max_position_embeddings of this model is -1, .* correct it in config.json"),

@@ -27,6 +27,7 @@ _GENERATION, _TOKENIZER, _TOKENIZER_CONFIG = "generation_config.json", "tokenize
 # Architectures whose tensors need no more than `Place` can say.
 _ARCHITECTURES = {"llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2"}
 _TRANSPOSED = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")  # GPT-2's Conv1D
+_OLD_FREQUENCIES = r"rotary_emb\.inv_freq$"  # which old checkpoints stored, and every model computes
 
 
 def is_direct(headers: Sequence[GgufHeader]) -> bool:
@@ -147,7 +148,8 @@ def _refuse_unproven(where: str, shapes: Mapping[str, tuple[int, ...]], model: A
     """Raise ConfigError unless `shapes` has every weight of the model, in its shape, and nothing else."""
     weights = model.state_dict(keep_vars=True)
     placed = {id(weights[name]) for name in shapes if name in weights}  # tied weights are one object under all names
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    harmless = (*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_FREQUENCIES)
+    ignored = [re.compile(pattern) for pattern in harmless]
     report = {
         "mismatched_keys": {
             (name, shape, tuple(weights[name].shape))
