@@ -229,7 +229,7 @@ def measure(engine: Engine, work: Work, effort: Effort, progress: Progress) -> l
     for index in range(ROUNDS):
         done = index * (len(wanted) + 1)
         progress("the machine's limits", done, total)
-        found.append(measure_limits(getattr(torch, engine.config.dtype), effort.seconds))
+        found.append(measure_limits(work.dtype, effort.seconds))
         for case in wanted:
             done += 1
             progress(case.stage, done, total)

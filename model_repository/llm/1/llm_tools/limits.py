@@ -44,12 +44,16 @@ class AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a model must do at least. Of experts, a row multiplies those it is routed to, and a step reads no others."""
+    """What a model must do at least. Of experts, a row multiplies those it is routed to, and a step reads no others.
+
+    `dtype` is that of the products which the machine's limit is measured in; 8-bit ones are held against float32.
+    """
 
     linear_parameters: int
     head_parameters: int
     weight_bytes: int
     attention: tuple[AttentionWork, ...]
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> Work:
@@ -69,6 +73,7 @@ class Work:
             head_parameters=head.numel(),
             weight_bytes=int(sum(part * p.nbytes for p, part in body)) + head.nbytes,
             attention=tuple(_attention_work(m, config.num_attention_heads) for m in modules),
+            dtype=head.dtype,
         )
 
     @property
@@ -106,6 +111,7 @@ def _work_of_steps(steps: NativeSteps, head: int) -> Work:
         head_parameters=head,
         weight_bytes=decoder.linear_bytes + sum(norm.nbytes for norm in decoder.norms.values()),
         attention=tuple(AttentionWork(width, per_token, layer.window or None) for layer in family.layers),
+        dtype=torch.bfloat16 if "dpbf16" in steps.arithmetic else torch.float32,
     )
 
 
