@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from llm_kernels.cpu_level import VARIABLE, runnable
 from server import tiny
 from server.conftest import WITH_THE_DEFAULT_MODEL
 from server.serving import COMMAND, ENVIRONMENT
@@ -115,3 +116,25 @@ def test_sixteen_threads_lose_their_server_at_once_and_none_of_them_notices(
         assert completion.usage == uncut.usage
         if info.exact == "bitwise":
             assert (completion.token_ids, completion.text) == (uncut.token_ids, uncut.text)
+
+
+@pytest.mark.skipif(len(runnable()) < 3, reason=f"this CPU runs {[level.name for level in runnable()]} alone")
+@pytest.mark.parametrize("arithmetic", ["fma32", "q8dot"])
+def test_an_answer_cut_on_a_server_with_avx2_goes_on_bit_for_bit_on_one_with_more(
+    monkeypatch: pytest.MonkeyPatch, arithmetic: str
+) -> None:
+    monkeypatch.setenv("TOKENSTREAM_ARITHMETIC", arithmetic)
+    with TritonServer(tiny.repository()) as native:
+        monkeypatch.setenv(VARIABLE, "x86-64-v3")
+        with TritonServer(tiny.repository()) as capped, tiny.paced(capped.log_path.parent, PACE):
+            with Client([capped.grpc_url, native.grpc_url]) as both, both.chat(question(0), **asked(1)) as stream:
+                next(stream)
+                os.kill(capped.pid, signal.SIGKILL)
+                answer, resumes = stream.final(), stream.resumes
+            with Client(native.grpc_url) as client:
+                uncut = client.chat(question(0), **asked(1)).final()
+                told = client.info()
+    assert resumes == 1
+    assert (answer.token_ids, answer.text, answer.usage) == (uncut.token_ids, uncut.text, uncut.usage)
+    assert told.exact == "bitwise"
+    assert told.details["arithmetic"].startswith(f"{arithmetic} ")
