@@ -137,7 +137,8 @@ class Memory:
         if self.oracle:
             layout = tiles.tile_layout(batch, layer.block_size, self.cache.zero_slot)
         else:
-            layout = attention(threads, layer.block_size).layout(batch)
+            held = self.cache.key.shape[0] * layer.block_size
+            layout = attention(threads, layer.block_size).layout(batch, held)
         query, key, value = inputs
         out = layout.attend(query, key, value, self.cache, layer.mask())
         assert out.shape == query.shape
@@ -277,9 +278,10 @@ def test_an_index_out_of_range_is_refused_by_name_and_nothing_is_written(
 ) -> None:
     ours = attention(1, 16)
     held = ours.cache(4 * 16, 2, 16, torch.float32)
-    layout = ours.layout(batch_of(slots, [span]))
     with pytest.raises(RuntimeError, match=f"^{refusal}$"):
-        layout.attend(torch.ones(3, 4, 16), torch.ones(3, 2, 16), torch.ones(3, 2, 16), held, Mask(0.25))
+        ours.layout(batch_of(slots, [span]), 4 * 16).attend(
+            torch.ones(3, 4, 16), torch.ones(3, 2, 16), torch.ones(3, 2, 16), held, Mask(0.25)
+        )
     assert not held.key.any()
     assert not held.value.any()
 

@@ -72,17 +72,18 @@ class NativeAttention:
             torch.zeros(blocks, self._block_size, kv_heads, padded(dim), dtype=dtype),
         )
 
-    def layout(self, batch: Batch) -> PagedLayout:
-        """Lay out a batch."""
+    def layout(self, batch: Batch, slots: int) -> PagedLayout:
+        """Lay out a batch for all layers, whose caches hold `slots` tokens. RuntimeError: an index is not in them."""
         table, query_start, context = lay_out(batch.spans)
-        return PagedLayout(self, batch.slot_mapping.numpy(), table, query_start, context, int(query_start[-1]))
+        mapping = batch.slot_mapping.numpy()
+        check_layout(table, context, mapping, slots // self._block_size, self._block_size)
+        return PagedLayout(self, mapping, table, query_start, context, int(query_start[-1]))
 
     def attend(
         self, layout: PagedLayout, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, mask: Mask
     ) -> Tensor:
-        """See attention.Layout; of the rows that sequences have. RuntimeError for an index out of range."""
+        """See attention.Layout; of the rows that sequences have."""
         q, k, v = (t.float().contiguous() for t in (query, key, value))
-        check_layout(layout.table, layout.context, layout.slots, cache.key.shape[0], self._block_size)
         sinks = None if mask.sinks is None else mask.sinks.float().contiguous()
         out = torch.empty_like(q)
         shape = _Shape(

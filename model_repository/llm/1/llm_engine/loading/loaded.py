@@ -53,7 +53,7 @@ class LoadedModel:
         if self.attention is None:
             layout: Layout = tiles.tile_layout(batch, self.config.block_size, self.caches[0].zero_slot)
         else:
-            layout = self.attention.layout(batch)
+            layout = self.attention.layout(batch, self.config.kv_tokens)
         out = self.model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
