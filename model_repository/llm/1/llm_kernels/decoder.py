@@ -157,6 +157,10 @@ class Family:
     embedding_scale: float = 1.0
     transposed: bool = False
 
+    def is_transposed(self, name: str) -> bool:
+        """Whether transformers holds the tensor `name` as [depth, columns]: of a weight that is no table of tokens."""
+        return self.transposed and name not in (f"{self.embedding}.weight", f"{self.head}.weight")
+
 
 Choice = Callable[[Rows], tuple[Format, Arithmetic]]
 """From rows to the format that they are packed in, and the arithmetic that multiplies them."""

@@ -111,6 +111,11 @@ class PackedWeight:
         return out
 
 
+def own_format(library: Any, rows: Rows) -> Format:
+    """The format that takes rows as they are, or with the least loss."""
+    return Format.INT8 if rows.unpacked else Format(library.ts_own_format(rows.kind))
+
+
 def packed_bytes(library: Any, struct: WeightStruct) -> int:
     """Bytes that the panels of a weight take."""
     library.ts_weight_bytes.restype = ctypes.c_size_t

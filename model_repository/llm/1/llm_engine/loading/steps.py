@@ -19,7 +19,7 @@ from llm_kernels import native
 from llm_kernels.decoder import Decoder, Family, UnsupportedError, padded, refuse_sizes
 from llm_kernels.draws import NativeNumerics
 from llm_kernels.objects import load_object, source_digest
-from llm_kernels.packed import KINDS, Arithmetic, Format, Rows
+from llm_kernels.packed import KINDS, Arithmetic, Format, Rows, own_format
 from llm_tools.sources import TensorSource
 
 from ..batch import Batch
@@ -35,12 +35,11 @@ class _SourceTensors:
     def __init__(self, source: TensorSource, family: Family) -> None:
         self._source = source
         self.names = frozenset(source.tensors())
-        self._is_linear_transposed = family.transposed
-        self._tables = {f"{name}.weight" for name in (family.embedding, family.head)}
+        self._family = family
 
     def rows(self, name: str) -> Rows:
         raw = self._source.rows(name)
-        if self._is_linear_transposed and not raw.transposed and name not in self._tables:
+        if self._family.is_transposed(name) and not raw.transposed:
             is_bfloat16 = raw.kind.name == "BF16"
             values = raw.data.view(np.uint16) if is_bfloat16 else self._source.float32(name)
             return Rows.of(np.ascontiguousarray(values.T))
@@ -58,12 +57,11 @@ class _ModelTensors:
     def __init__(self, model: Any, family: Family) -> None:
         self._tensors: dict[str, Tensor] = model.state_dict()
         self.names = frozenset(self._tensors)
-        self._is_linear_transposed = family.transposed
-        self._tables = {f"{name}.weight" for name in (family.embedding, family.head)}
+        self._family = family
 
     def rows(self, name: str) -> Rows:
         tensor = self._tensors[name].detach()
-        if self._is_linear_transposed and name not in self._tables:
+        if self._family.is_transposed(name):
             tensor = tensor.T.contiguous()
         if tensor.dtype is torch.bfloat16:
             return Rows.of(tensor.view(torch.uint16).numpy())
@@ -74,15 +72,16 @@ class _ModelTensors:
         return None if found is None else found.detach().float().numpy()
 
 
-def make_choice(config: EngineConfig, *, has_dpbf16: bool) -> Callable[[Rows], tuple[Format, Arithmetic]]:
+def make_choice(config: EngineConfig, library: Any) -> Callable[[Rows], tuple[Format, Arithmetic]]:
     """What `weight_format`, `arithmetic` and `dtype` make of each weight's rows. ConfigError for what cannot be."""
     asked = config.weight_format if config.weight_format != "auto" else config.dtype
     arithmetic = ARITHMETICS.get(config.arithmetic)
+    has_dpbf16 = bool(library.ts_has_dpbf16())
     if arithmetic is Arithmetic.DPBF16 and not has_dpbf16:
         raise ConfigError("arithmetic dpbf16 needs a CPU with avx512_bf16, which this one lacks; choose auto or fma32")
 
     def choose(rows: Rows) -> tuple[Format, Arithmetic]:
-        weight_format = FORMATS.get(asked, _own_format(rows))
+        weight_format = FORMATS[asked] if asked in FORMATS else own_format(library, rows)
         packed = weight_format >= Format.INT8
         if arithmetic is Arithmetic.Q8DOT and not packed:
             if config.weight_format != "auto":
@@ -104,19 +103,6 @@ def make_choice(config: EngineConfig, *, has_dpbf16: bool) -> Callable[[Rows], t
     return choose
 
 
-_BY_KIND = {
-    **dict.fromkeys((2, 3, 12), Format.INT4),
-    **dict.fromkeys((6, 7, 13), Format.INT5),
-    **dict.fromkeys((8, 14), Format.INT8),
-    30: Format.BFLOAT16,
-}
-
-
-def _own_format(rows: Rows) -> Format:
-    """The format that takes rows as they are, or with the least loss."""
-    return Format.INT8 if rows.unpacked else _BY_KIND.get(rows.kind, Format.FLOAT32)
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A model that the kernels can compute whole, before it is packed."""
@@ -136,7 +122,7 @@ class Plan:
         refuse_sizes(family)
         library, level = load_object(cache_folder(), os.environ)
         tensors = _ModelTensors(model, family) if source is None else _SourceTensors(source, family)
-        choice = make_choice(config, has_dpbf16=bool(library.ts_has_dpbf16()))
+        choice = make_choice(config, library)
         if (name := f"{family.layers[0].o}.weight") not in tensors.names:
             raise UnsupportedError(f"the native kernels look for {name!r}, which this model does not have")
         first = tensors.rows(name)

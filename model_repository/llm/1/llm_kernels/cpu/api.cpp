@@ -17,9 +17,12 @@ TOKENSTREAM_API std::int32_t ts_has_dpbf16() {
 #endif
 }
 
+// The format that takes a kind's rows as they are, or with the least loss.
+TOKENSTREAM_API std::int32_t ts_own_format(std::int32_t kind) { return own_format(static_cast<Kind>(kind)); }
+
 TOKENSTREAM_API std::size_t ts_weight_bytes(const Weight* w) { return w->bytes(); }
 
-// Write rows [first, first + count) into the panels of a weight whose memory `data` is zero. 0: some value is not finite.
+// Write rows [first, first + count) into the panels of a weight whose memory `data` is zero. 0: a value is not finite.
 TOKENSTREAM_API std::int32_t ts_pack(const Weight* w, std::uint8_t* data, std::int32_t first, std::int32_t count,
                                      std::int32_t kind, const std::uint8_t* rows, std::size_t row_bytes) {
   return pack_rows(*w, data, first, count, static_cast<Kind>(kind), rows, row_bytes);
@@ -42,7 +45,7 @@ TOKENSTREAM_API void ts_linear(const Weight* w, const float* x, std::int32_t row
   InputMemory memory(rows, w->depth);
   const Inputs in = memory.view(w->depth);
   for (int r = 0; r < rows; ++r) {
-    std::copy_n(x + static_cast<std::ptrdiff_t>(r) * w->depth, w->depth, in.x + static_cast<std::ptrdiff_t>(r) * in.stride);
+    std::copy_n(x + std::ptrdiff_t{r} * w->depth, w->depth, in.row(r));
     prepare_row(in, r, static_cast<Arithmetic>(w->arithmetic));
   }
   Pool pool(threads);
