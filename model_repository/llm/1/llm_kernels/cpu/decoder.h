@@ -203,7 +203,7 @@ class Worker {
     const Inputs in = (own() ? *w_.own[thread_] : shared).view(width);
     const Range mine = own() ? Range{0, s_.rows} : rows();
     for (int row = mine.begin; row < mine.end; ++row) {
-      float* to = in.x + static_cast<std::ptrdiff_t>(row) * in.stride;
+      float* to = in.row(row);
       fill(row, to);
       std::fill(to + width, to + in.stride, 0.0f);
       prepare(in, row, linears);
@@ -228,57 +228,63 @@ class Worker {
     norm_row(m_.norm_kind, norm, m_.eps, from, to, m_.hidden);
   }
 
-  // All panels of a linear that this thread takes: finish(row, count, first column, columns, sums [count][columns]).
-  // Columns count from the first part's first; those behind a part's last are given and mean nothing.
+  static int units_of(const Weight& w) { return (w.panels() + kUnit - 1) / kUnit; }
+
+  // A unit of a weight's panels, whose columns count from `column`: finish(row, count, first column, columns, width,
+  // sums [count][width]).
+  template <class Finish>
+  void multiply_unit(const Weight& w, int unit, int column, const Inputs& in, int first, int rows, Finish& finish) {
+    const Range panels{unit * kUnit, std::min((unit + 1) * kUnit, w.panels())};
+    multiply_panels(w, panels, in, first, rows, w_.unpacked[thread_]->get(),
+                    [&](int row, int count, int panel, int tiled, const float* sums) {
+                      const int within = panel * kPanel, width = tiled * kPanel;
+                      finish(row, count, column + within, std::min(width, w.columns - within), width, sums);
+                    });
+  }
+
+  // All units of a linear that this thread takes; columns count from the first part's first.
   template <class Finish>
   void multiply(const Linear& linear, const Inputs& in, int rows, Finish finish) {
-    int panels = 0;
-    for (int i = 0; i < linear.parts; ++i) panels += (linear.part[i].panels() + kUnit - 1) / kUnit;
+    int units = 0;
+    for (int i = 0; i < linear.parts; ++i) units += units_of(linear.part[i]);
     Shares& shares = shares_[stage_++];
     const int step = block_rows(linear.part[0], rows), blocks = (rows + step - 1) / step;
-    for (int item; (item = shares.take(thread_, panels * blocks)) >= 0;) {
-      const int first = item / panels * step;
-      int unit = item % panels, column = 0, i = 0;
-      for (;; ++i) {
-        const int units = (linear.part[i].panels() + kUnit - 1) / kUnit;
-        if (unit < units) break;
-        unit -= units;
+    for (int item; (item = shares.take(thread_, units * blocks)) >= 0;) {
+      const int first = item / units * step;
+      int unit = item % units, column = 0, i = 0;
+      for (; unit >= units_of(linear.part[i]); ++i) {
+        unit -= units_of(linear.part[i]);
         column += linear.part[i].columns;
       }
-      const Weight& w = linear.part[i];
-      multiply_panels(w, {unit * kUnit, std::min((unit + 1) * kUnit, w.panels())}, in, first,
-                      std::min(step, rows - first), w_.unpacked[thread_]->get(),
-                      [&](int row, int count, int panel, int columns, const float* sums) {
-                        const int within = panel * kPanel;
-                        finish(row, count, column + within, std::min(columns * kPanel, w.columns - within),
-                               columns * kPanel, sums);
-                      });
+      multiply_unit(linear.part[i], unit, column, in, first, std::min(step, rows - first), finish);
     }
   }
 
-  // to[row][column] = sum + bias
-  auto keep(float* to, int stride, const float* bias) {
+  // A finish that calls put(row, column, sum + bias, lanes) for every vector of sums; of the last one, lanes are fewer.
+  template <class Put>
+  static auto each_sum(const float* bias, Put put) {
     return [=](int row, int count, int column, int columns, int width, const float* sums) {
       for (int r = 0; r < count; ++r)
         for (int c = 0; c < columns; c += kLanes) {
           Floats v = load(sums + r * width + c);
           if (bias) v = v + load(bias + column + c, columns - c);
-          store(to + static_cast<std::ptrdiff_t>(row + r) * stride + column + c, v, columns - c);
+          put(row + r, column + c, v, columns - c);
         }
     };
   }
 
+  // to[row][column] = sum + bias
+  static auto keep(float* to, std::ptrdiff_t stride, const float* bias) {
+    return each_sum(bias, [=](int row, int column, Floats v, int lanes) {
+      store(to + row * stride + column, v, lanes);
+    });
+  }
+
   // x[row][column] += sum + bias
   auto add(const float* bias) {
-    return [this, bias](int row, int count, int column, int columns, int width, const float* sums) {
-      for (int r = 0; r < count; ++r)
-        for (int c = 0; c < columns; c += kLanes) {
-          Floats v = load(sums + r * width + c);
-          if (bias) v = v + load(bias + column + c, columns - c);
-          float* at = x(row + r) + column + c;
-          store(at, load(at, columns - c) + v, columns - c);
-        }
-    };
+    return each_sum(bias, [this](int row, int column, Floats v, int lanes) {
+      store(x(row) + column, load(x(row) + column, lanes) + v, lanes);
+    });
   }
 
   // x += the linear's output, normed where the model wants it.
@@ -307,8 +313,7 @@ class Worker {
     else
       attend_all(layer, kv<bf16>(layer), shared);
     const Inputs in = inputs(*w_.attended, attended, {&layer.o}, [&](int row, float* to) {
-      const float* from = shared.x + static_cast<std::ptrdiff_t>(row) * shared.stride;
-      if (from != to) std::copy_n(from, attended, to);
+      if (shared.row(row) != to) std::copy_n(shared.row(row), attended, to);
     });
     add_output(layer.o, in, layer.after_attention);
   }
@@ -345,23 +350,15 @@ class Worker {
     const int width = layer.down.part[0].depth;
     const Inputs shared = w_.inner->view(width);
     const Inputs in = normed(layer.post_norm, {&layer.gate, &layer.up});
-    const auto keep_active = [&](int row, int count, int column, int columns, int stride, const float* sums) {
-      for (int r = 0; r < count; ++r)
-        for (int c = 0; c < columns; c += kLanes) {
-          Floats v = load(sums + r * stride + c);
-          if (layer.up.bias) v = v + load(layer.up.bias + column + c, columns - c);
-          store(shared.x + static_cast<std::ptrdiff_t>(row + r) * shared.stride + column + c,
-                activate(m_.activation, v), columns - c);
-        }
-    };
     if (layer.gate.parts)
       multiply_gated(layer, in, shared);
     else
-      multiply(layer.up, in, s_.rows, keep_active);
+      multiply(layer.up, in, s_.rows, each_sum(layer.up.bias, [&](int row, int column, Floats v, int lanes) {
+                 store(shared.row(row) + column, activate(m_.activation, v), lanes);
+               }));
     meet(&Seconds::linear);
     const Inputs down = inputs(*w_.inner, width, {&layer.down}, [&](int row, float* to) {
-      const float* from = shared.x + static_cast<std::ptrdiff_t>(row) * shared.stride;
-      if (from != to) std::copy_n(from, width, to);
+      if (shared.row(row) != to) std::copy_n(shared.row(row), width, to);
     });
     add_output(layer.down, down, layer.after_mlp);
   }
@@ -369,39 +366,20 @@ class Worker {
   // inner[row][column] = activation(gate) * up: a thread computes the same panels of both, one after the other.
   void multiply_gated(const Layer& layer, const Inputs& in, const Inputs& out) {
     const Weight &gate = layer.gate.part[0], &up = layer.up.part[0];
-    const int units = (gate.panels() + kUnit - 1) / kUnit;
+    const int units = units_of(gate);
     Shares& shares = shares_[stage_++];
     const int step = block_rows(gate, s_.rows), blocks = (s_.rows + step - 1) / step;
+    const auto active = each_sum(layer.gate.bias, [&](int row, int column, Floats v, int lanes) {
+      store(out.row(row) + column, activate(m_.activation, v), lanes);
+    });
+    const auto times = each_sum(layer.up.bias, [&](int row, int column, Floats v, int lanes) {
+      float* to = out.row(row) + column;
+      store(to, load(to, lanes) * v, lanes);
+    });
     for (int item; (item = shares.take(thread_, units * blocks)) >= 0;) {
       const int first = item / units * step, unit = item % units, count = std::min(step, s_.rows - first);
-      const Range panels{unit * kUnit, std::min((unit + 1) * kUnit, gate.panels())};
-      float* unpacked = w_.unpacked[thread_]->get();
-      const auto at = [&](int row, int column) {
-        return out.x + static_cast<std::ptrdiff_t>(row) * out.stride + column;
-      };
-      multiply_panels(gate, panels, in, first, count, unpacked,
-                      [&](int row, int n, int panel, int columns, const float* sums) {
-                        for (int r = 0; r < n; ++r)
-                          for (int c = 0; c < columns * kPanel; c += kLanes) {
-                            const int left = gate.columns - panel * kPanel - c;
-                            if (left <= 0) break;
-                            Floats v = load(sums + r * columns * kPanel + c);
-                            if (layer.gate.bias) v = v + load(layer.gate.bias + panel * kPanel + c, left);
-                            store(at(row + r, panel * kPanel + c), activate(m_.activation, v), left);
-                          }
-                      });
-      multiply_panels(up, panels, in, first, count, unpacked,
-                      [&](int row, int n, int panel, int columns, const float* sums) {
-                        for (int r = 0; r < n; ++r)
-                          for (int c = 0; c < columns * kPanel; c += kLanes) {
-                            const int left = up.columns - panel * kPanel - c;
-                            if (left <= 0) break;
-                            Floats v = load(sums + r * columns * kPanel + c);
-                            if (layer.up.bias) v = v + load(layer.up.bias + panel * kPanel + c, left);
-                            float* to = at(row + r, panel * kPanel + c);
-                            store(to, load(to, left) * v, left);
-                          }
-                      });
+      multiply_unit(gate, unit, 0, in, first, count, active);
+      multiply_unit(up, unit, 0, in, first, count, times);
     }
   }
 
@@ -410,23 +388,17 @@ class Worker {
     const Inputs in = w_.normed->view(m_.hidden);
     const Range mine = share(s_.heads, thread_, w_.pool.count());
     for (int i = mine.begin; i < mine.end; ++i) {
-      float* to = in.x + static_cast<std::ptrdiff_t>(i) * in.stride;
+      float* to = in.row(i);
       norm_to(m_.norm, x(s_.head_rows[i]), to);
       prepare(in, i, {&m_.head});
     }
     meet(&Seconds::small);
-    const int vocabulary = m_.head.columns();
+    const std::ptrdiff_t vocabulary = m_.head.columns();
     const float cap = m_.final_softcap;
-    const auto keep_plain = keep(logits_, vocabulary, m_.head.bias);
-    multiply(m_.head, in, s_.heads, [&](int row, int count, int column, int columns, int width, const float* sums) {
-      keep_plain(row, count, column, columns, width, sums);
-      if (cap > 0)
-        for (int r = 0; r < count; ++r)
-          for (int c = 0; c < columns; c += kLanes) {
-            float* at = logits_ + static_cast<std::ptrdiff_t>(row + r) * vocabulary + column + c;
-            store(at, all(cap) * tanh(load(at, columns - c) * all(1.0f / cap)), columns - c);
-          }
-    });
+    multiply(m_.head, in, s_.heads, each_sum(m_.head.bias, [=, this](int row, int column, Floats v, int lanes) {
+               if (cap > 0) v = all(cap) * tanh(v * all(1.0f / cap));
+               store(logits_ + row * vocabulary + column, v, lanes);
+             }));
     meet(&Seconds::head);
   }
 

@@ -49,6 +49,7 @@ struct Inputs {
   int stride;
 
   int blocks() const { return stride / kBlock; }
+  float* row(int i) const { return x + static_cast<std::ptrdiff_t>(i) * stride; }
 };
 
 class InputMemory {
@@ -80,7 +81,7 @@ constexpr float kLeastPeak = 0x1p-100f;  // a block of less counts as 0: 127 / l
 // Give row `row` of the inputs, whose x is there, the form of `arithmetic`. Of int8: x / (largest / 127), to nearest
 // even; a block with infinity or NaN makes all that it is multiplied with NaN.
 inline void prepare_row(const Inputs& in, int row, Arithmetic arithmetic) {
-  const float* x = in.x + static_cast<std::ptrdiff_t>(row) * in.stride;
+  const float* x = in.row(row);
   if (arithmetic == kDpBF16) {
     for (int k = 0; k < in.stride; k += kLanes)
       store(in.rounded + static_cast<std::ptrdiff_t>(row) * in.stride + k, load(x + k));
@@ -111,7 +112,7 @@ using Tile = void (*)(float* sums, const Weight& w, int panel, const Inputs& in,
 template <int R, int C>
 void tile_float32(float* sums, const Weight& w, int panel, const Inputs& in, int row, const float* unpacked) {
   const float *x[R], *from[C];
-  for (int r = 0; r < R; ++r) x[r] = in.x + static_cast<std::ptrdiff_t>(row + r) * in.stride;
+  for (int r = 0; r < R; ++r) x[r] = in.row(row + r);
   for (int c = 0; c < C; ++c)
     from[c] = unpacked ? unpacked + static_cast<std::ptrdiff_t>(c) * in.stride * kPanel
                        : reinterpret_cast<const float*>(w.panel(panel + c));
@@ -137,7 +138,7 @@ template <int R, int C>
 void tile_bfloat16(float* sums, const Weight& w, int panel, const Inputs& in, int row, const float*) {
   const float* x[R];
   const std::uint8_t* from[C];
-  for (int r = 0; r < R; ++r) x[r] = in.x + static_cast<std::ptrdiff_t>(row + r) * in.stride;
+  for (int r = 0; r < R; ++r) x[r] = in.row(row + r);
   for (int c = 0; c < C; ++c) from[c] = w.panel(panel + c);
   Floats s[R][C];
   for (auto& of_row : s)

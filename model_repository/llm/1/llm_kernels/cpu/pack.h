@@ -186,7 +186,9 @@ inline void put(const Weight& w, std::uint8_t* data, int column, int b, const Qu
       if (w.format == kInt5) to[4 * kCacheLine + at] |= static_cast<std::uint8_t>((s.q[i] >> 4) << g);
     }
   }
-  const auto place = [&](const half* p) { return reinterpret_cast<half*>(data + (reinterpret_cast<const std::uint8_t*>(p) - w.data)); };
+  const auto place = [&](const half* p) {
+    return reinterpret_cast<half*>(data + (reinterpret_cast<const std::uint8_t*>(p) - w.data));
+  };
   place(w.scales(panel, b))[lane] = s.scale;
   if (w.layout().scales == 2) place(w.minima(panel, b))[lane] = s.minimum;
 }
