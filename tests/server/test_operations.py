@@ -44,7 +44,10 @@ def test_info_says_what_a_client_must_know(wire: Wire, info: ServerInfo) -> None
     assert {"model", "dtype", "digest", "arithmetic", "eos_token_ids", "versions"} <= told.keys()
     assert {"threads_from", "kv_cache_mib", "kv_cache_from"} <= told.keys()
     assert {"weight_format", "weights_mib", "weights_form"} <= told.keys()
-    assert f"weights {told['weight_format']}" in told["arithmetic"] or "torch" in told["arithmetic"]
+    computing = (
+        f"weights {told['weight_format']}" if told["kernels"] == "native" else f"torch {told['versions']['torch']}"
+    )
+    assert computing in told["arithmetic"]
 
 
 def test_a_tensorrt_llm_shaped_request_is_understood(wire: Wire, info: ServerInfo) -> None:
